@@ -1,0 +1,84 @@
+"""The engine: a batched language model with a paged, prefix-cached KV pool, in this process."""
+
+from .cache import cache_directory
+from .config import EngineConfig
+from .core import EngineCore, Runner, Update
+from .engine import Engine, Health, Statistics
+from .errors import (
+    EngineClosedError,
+    EngineDeadError,
+    InvalidParamsError,
+    ModelLoadError,
+    OutOfMemoryError,
+    PromptTooLongError,
+    QueueFullError,
+    QueueTimeoutError,
+    RagserveError,
+    UnsupportedModelError,
+)
+from .handoff import current_event_loop, run_in
+from .loading import LoadedModel, ModelSource, PretrainedModel
+from .outputs import Choice, Completion, Delta, FinishReason, Timings, TokenLogprob, Usage
+from .prompt import Prompt, PromptLike, Retention, Segment, SegmentKind, TokenizedPrompt
+from .request import Chunk, Request, Timeline
+from .sampling import SamplingParams
+from .scheduler import SampledToken, ScheduledChunk, StepPlan, StepResult
+from .stream import Stream
+from .sync import LLM
+from .text import Tokenizer
+
+__all__ = [
+    # the face
+    "Engine",
+    "LLM",
+    "Stream",
+    "EngineConfig",
+    "SamplingParams",
+    "Health",
+    "Statistics",
+    # prompts
+    "Prompt",
+    "PromptLike",
+    "Retention",
+    "Segment",
+    "SegmentKind",
+    "TokenizedPrompt",
+    # answers
+    "Choice",
+    "Completion",
+    "Delta",
+    "FinishReason",
+    "Timings",
+    "TokenLogprob",
+    "Usage",
+    "Chunk",
+    "Timeline",
+    # errors
+    "RagserveError",
+    "EngineClosedError",
+    "EngineDeadError",
+    "InvalidParamsError",
+    "ModelLoadError",
+    "OutOfMemoryError",
+    "PromptTooLongError",
+    "QueueFullError",
+    "QueueTimeoutError",
+    "UnsupportedModelError",
+    # for other models than files, and for tests
+    "EngineCore",
+    "LoadedModel",
+    "ModelSource",
+    "PretrainedModel",
+    "Request",
+    "Runner",
+    "SampledToken",
+    "ScheduledChunk",
+    "StepPlan",
+    "StepResult",
+    "Tokenizer",
+    "Update",
+    # for the floor above
+    "cache_directory",
+    "current_event_loop",
+    "run_in",
+]

@@ -1,0 +1,442 @@
+"""The async face: open a model in this process, stream from it, see what it does, close it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import secrets
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import anyio
+import anyio.to_thread
+
+from .block_pool import BlockLayout, BlockPool
+from .config import EngineConfig
+from .core import EngineCore
+from .driver import Driver, DriverState
+from .errors import InvalidParamsError, PromptTooLongError
+from .handoff import Mailbox, current_event_loop, run_in
+from .loading import LoadedModel, ModelSource, PretrainedModel, log_opened
+from .outputs import Completion
+from .prompt import PromptLike, TokenizedPrompt
+from .request import Request, Timeline
+from .sampling import SamplingParams
+from .stream import Stream, open_letters
+from .text import Tokenizer
+
+__all__ = ["Engine", "Health", "Statistics"]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """What an engine is doing and has done since it was opened."""
+
+    num_running: int
+    """Sequences with a seat in the current steps."""
+    num_waiting: int
+    """Sequences that wait for a seat: new, preempted, or following another choice's prompt."""
+    blocks_total: int
+    blocks_used: int
+    """Held by live requests."""
+    blocks_cached: int
+    """Held by nobody, but found by a request with their prefix."""
+    prefix_query_tokens: int
+    """Prompt tokens of all started requests."""
+    prefix_hit_tokens: int
+    """Of those, found in the cache."""
+    prompt_tokens: int
+    """Prompt tokens computed."""
+    generated_tokens: int
+    num_steps: int
+    num_preemptions: int
+    num_evictions: int
+    num_finished: dict[str, int]
+    """Sequences by finish reason: stop, length, abort, error."""
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """`prefix_hit_tokens` of `prefix_query_tokens`; 0 before the first request."""
+        return self.prefix_hit_tokens / max(1, self.prefix_query_tokens)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the blocks that live requests hold."""
+        return self.blocks_used / self.blocks_total
+
+
+@dataclass(frozen=True, slots=True)
+class Health:
+    """Whether an engine takes requests."""
+
+    status: DriverState
+    """ready, draining, closed, or dead."""
+    error: BaseException | None = None
+    """What killed it."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether a request would be taken now, if there is room."""
+        return self.status == "ready"
+
+
+class _Opening:
+    """What `Engine.open` returns: await it, or enter it."""
+
+    def __init__(self, source: ModelSource, config: EngineConfig) -> None:
+        self._source = source
+        self._config = config
+        self._engine: Engine | None = None
+
+    def __await__(self) -> Generator[Any, Any, Engine]:
+        return self._open().__await__()
+
+    async def __aenter__(self) -> Engine:
+        self._engine = await self._open()
+        return self._engine
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._engine is not None:
+            await self._engine.__aexit__(kind, error, traceback)
+
+    async def _open(self) -> Engine:
+        # Abandoned on cancellation: what it has loaded by then is dropped when it returns.
+        loaded = await anyio.to_thread.run_sync(
+            self._source.load, self._config, abandon_on_cancel=True
+        )
+        return Engine(loaded, self._config)
+
+
+class Engine:
+    """A batched language model inside this process. Made by `Engine.open`.
+
+    One engine serves any number of tasks, threads and event loops at a time (asyncio and trio),
+    and outlives each of them. All computing happens in its one thread.
+    """
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self._loaded = loaded
+        self.config = replace(config, max_model_len=loaded.max_model_len)
+        self._core = EngineCore(
+            self.config,
+            BlockPool(loaded.num_blocks, enable_prefix_caching=config.enable_prefix_caching),
+            loaded.runner,
+        )
+        self._driver = Driver(self._core, f"ragserve engine ({loaded.name})")
+        self._encoders = ThreadPoolExecutor(
+            config.num_tokenizers, thread_name_prefix="ragserve tokenizer"
+        )
+        self._mailboxes: weakref.WeakValueDictionary[object, Mailbox] = (
+            weakref.WeakValueDictionary()
+        )
+        self._ids = itertools.count()
+        self._id_prefix = secrets.token_hex(4)
+        self._random = random.Random(config.seed)
+        self._streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
+        # An engine that is dropped unclosed must not leave its thread behind.
+        self._finalizer = weakref.finalize(self, _terminate, self._driver, self._encoders)
+        self._driver.start()
+        log_opened(loaded, self.config)
+
+    @staticmethod
+    def open(model: str | Path | ModelSource, **knobs: Any) -> _Opening:
+        """Load a model: `async with Engine.open(...) as engine`, or `await Engine.open(...)`.
+
+        As a context manager it drains at the end (see `aclose`), and on an error or a
+        cancellation ends at once. Awaited, it must be closed by the caller.
+
+        :param model: a Hugging Face folder or hub id (safetensors), a `.gguf` file, or a
+            `ModelSource`.
+        :param knobs: fields of `EngineConfig`.
+        :raises InvalidParamsError: for an unknown knob, or one outside its range.
+        :raises ModelLoadError: if files are missing, broken, or do not fit each other.
+        :raises UnsupportedModelError: if it is an architecture that we do not implement.
+        :raises OutOfMemoryError: if the KV pool does not fit.
+        """
+        known = EngineConfig.__dataclass_fields__
+        for name, value in knobs.items():
+            if name not in known:
+                raise InvalidParamsError(name, value, f"known knobs are {', '.join(known)}")
+        source = PretrainedModel(model) if isinstance(model, str | Path) else model
+        return _Opening(source, EngineConfig(**knobs))
+
+    async def __aenter__(self) -> Engine:
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            await self.aclose()
+        else:
+            self.terminate()
+
+    def __repr__(self) -> str:
+        s = self.statistics()
+        return (
+            f"<Engine {self.model_name} {self._driver.state} [running {s.num_running}, waiting "
+            f"{s.num_waiting} | blocks {s.blocks_used}/{s.blocks_total} used, "
+            f"{s.blocks_cached} cached]>"
+        )
+
+    @property
+    def model_name(self) -> str:
+        """Name or path the model was opened by."""
+        return self._loaded.name
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; thread-safe, but blocking: prefer `tokenize` in async code."""
+        return self._loaded.tokenizer
+
+    def stream(
+        self,
+        prompt: PromptLike | TokenizedPrompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        namespace: str = "",
+    ) -> Stream:
+        """Continue a prompt, token by token.
+
+        Nothing happens before the stream is entered, or first iterated.
+
+        :param prompt: text, token ids, chat messages, a `Prompt` of segments, or what
+            `tokenize` gave.
+        :param params: how to sample; None is `SamplingParams()`.
+        :param request_id: for logs and `abort`; None makes one up.
+        :param priority: lower goes first.
+        :param namespace: the tenant; cached blocks are never shared between namespaces.
+        :raises InvalidParamsError: now, if `params` do not fit the model or the id is in use; on
+            entering, if the prompt is not valid.
+
+        Entering it raises, with nothing queued, PromptTooLongError, QueueFullError,
+        EngineClosedError or EngineDeadError.
+        """
+        params = params if params is not None else SamplingParams()
+        params.check_vocab(self._loaded.vocab_size)
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidParamsError("priority", priority, "an integer; lower goes first")
+        if not isinstance(namespace, str):
+            raise InvalidParamsError("namespace", namespace, "a string")
+        if request_id is None:
+            request_id = f"req-{self._id_prefix}-{next(self._ids)}"
+        elif (known := self._streams.get(request_id)) is not None and not known.ended:
+            raise InvalidParamsError("request_id", request_id, "not one that is in use")
+        engine = self
+
+        async def make_requests(timeline: Timeline) -> list[Request]:
+            return await engine._make_requests(
+                prompt, params, request_id, priority, namespace, timeline
+            )
+
+        stream = Stream(request_id, self.model_name, self._driver, make_requests, self._mailbox)
+        self._streams[request_id] = stream
+        return stream
+
+    async def generate(
+        self,
+        prompt: PromptLike | TokenizedPrompt,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        namespace: str = "",
+    ) -> Completion:
+        """Continue a prompt and return the whole answer. Arguments and errors as in `stream`."""
+        async with self.stream(
+            prompt, params, request_id=request_id, priority=priority, namespace=namespace
+        ) as stream:
+            async for _ in stream:
+                pass
+            return stream.completion
+
+    async def tokenize(self, prompt: PromptLike | TokenizedPrompt) -> TokenizedPrompt:
+        """Tokenize off the event loop; `stream` takes the result.
+
+        :raises InvalidParamsError: if it is no valid prompt.
+        """
+        return await run_in(self._encoders, self.tokenizer.tokenize, prompt)
+
+    def abort(self, request_id: str) -> bool:
+        """End a running request; its stream ends with finish reason "abort".
+
+        :returns: whether there was such a request.
+        """
+        stream = self._streams.get(request_id)
+        return stream is not None and stream.abort()
+
+    def statistics(self) -> Statistics:
+        """Counts, from any thread. Not a snapshot of one instant while the engine runs."""
+        pool = self._core.pool.statistics()
+        scheduler = self._core.scheduler
+        return Statistics(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            blocks_total=pool.total,
+            blocks_used=pool.held,
+            blocks_cached=pool.cached,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prompt_tokens=self._core.prompt_tokens,
+            generated_tokens=self._core.generated_tokens,
+            num_steps=self._core.num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_evictions=pool.evictions,
+            num_finished=dict(self._driver.num_finished),
+        )
+
+    def health(self) -> Health:
+        """Whether it takes requests, and what killed it if it is dead."""
+        return Health(self._driver.state, self._driver.cause)
+
+    async def check_integrity(self) -> None:
+        """Check the block pool against the live requests.
+
+        :raises RuntimeError: if something does not add up.
+        """
+        await self._call(EngineCore.check_integrity)
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget all cached blocks; live requests are not disturbed."""
+        await self._call(lambda core: core.pool.clear())
+
+    async def aclose(self, *, drain: bool = True) -> None:
+        """Take no more requests, let those that run finish, free all memory. Idempotent.
+
+        :param drain: False ends running requests with EngineClosedError instead.
+
+        If it is cancelled while draining, what runs is ended and memory is freed all the same.
+        """
+        try:
+            if drain:
+                self._driver.drain()
+            else:
+                self._driver.terminate()
+            await anyio.to_thread.run_sync(self._driver.join, abandon_on_cancel=True)
+        except BaseException:
+            self.terminate()
+            raise
+        self._finalizer()
+
+    def terminate(self) -> None:
+        """End everything now: streams raise EngineClosedError. From any thread; idempotent.
+
+        The engine's thread ends, and its memory is freed, when its current step is over.
+        """
+        self._finalizer()
+
+    # -- making requests ------------------------------------------------------------------
+
+    async def _make_requests(
+        self,
+        prompt: PromptLike | TokenizedPrompt,
+        params: SamplingParams,
+        request_id: str,
+        priority: int,
+        namespace: str,
+        timeline: Timeline,
+    ) -> list[Request]:
+        def prepare() -> list[Request]:
+            tokenized = self.tokenizer.tokenize(prompt)
+            bad_words = _bad_word_ids(self.tokenizer, params.bad_words or ())
+            timeline.tokenized = time.monotonic_ns()
+            max_tokens = self._check_fits(tokenized, params)
+            seed = self._random.getrandbits(63) if params.seed is None else params.seed
+            requests: list[Request] = []
+            for index in range(params.n):
+                request = Request(
+                    request_id,
+                    tokenized,
+                    params,
+                    block_size=self.config.block_size,
+                    max_tokens=max_tokens,
+                    eos_token_ids=self.tokenizer.eos_token_ids,
+                    bad_word_ids=bad_words,
+                    seed=seed,
+                    priority=priority,
+                    namespace=namespace,
+                    text=self.tokenizer.detokenizer(
+                        tokenized.token_ids,
+                        stop=params.stop or (),
+                        include_stop_str_in_output=params.include_stop_str_in_output,
+                        skip_special_tokens=params.skip_special_tokens,
+                    ),
+                    index=index,
+                    leader=requests[0] if requests else None,
+                )
+                request.timeline.arrived = timeline.arrived
+                request.timeline.tokenized = timeline.tokenized
+                requests.append(request)
+            return requests
+
+        return await run_in(self._encoders, prepare)
+
+    def _check_fits(self, prompt: TokenizedPrompt, params: SamplingParams) -> int:
+        """How many tokens may be generated.
+
+        :raises PromptTooLongError: if not even one.
+        """
+        length, limit = len(prompt.token_ids), self._loaded.max_model_len
+        if length >= limit:
+            raise PromptTooLongError(
+                length,
+                limit - 1,
+                f"max_model_len={limit} is for prompt and answer together; shorten the prompt "
+                "or raise max_model_len",
+            )
+        layout = BlockLayout(prompt.segment_lengths, self.config.block_size)
+        # Holes take slots but no positions: the pool may be full before max_model_len is.
+        tail = layout.num_blocks(length) - 1
+        capacity = layout.start(tail) + (self._loaded.num_blocks - tail) * self.config.block_size
+        if length >= capacity:
+            raise PromptTooLongError(
+                length,
+                capacity - 1,
+                f"its {len(prompt.segment_lengths)} segments need {tail + 1} blocks and the KV "
+                f"pool has {self._loaded.num_blocks}; use fewer or fuller segments, or raise "
+                "kv_cache_bytes",
+            )
+        room = min(limit, capacity) - length
+        return room if params.max_tokens is None else min(params.max_tokens, room)
+
+    def _mailbox(self) -> Mailbox:
+        loop = current_event_loop()
+        mailbox = self._mailboxes.get(loop.key)
+        if mailbox is None:
+            mailbox = self._mailboxes[loop.key] = Mailbox(loop, open_letters)
+        return mailbox
+
+    async def _call(self, function: Callable[[EngineCore], None]) -> None:
+        loop, done = current_event_loop(), anyio.Event()
+        future = self._driver.call(function)
+        future.add_done_callback(lambda _: loop.post(done.set))
+        await done.wait()
+        future.result()
+
+
+def _bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+    """Each word as tokens, at the start of a text and after a space: these differ."""
+    forms = (form for word in words for form in (word, " " + word.lstrip()))
+    ids = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms)
+    return tuple(dict.fromkeys(ids))
+
+
+def _terminate(driver: Driver, encoders: ThreadPoolExecutor) -> None:
+    driver.terminate()
+    encoders.shutdown(wait=False, cancel_futures=True)

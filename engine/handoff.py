@@ -1,0 +1,113 @@
+"""Between the engine's threads and the event loops of its callers, without a wake-up too many."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, Protocol, TypeVar
+
+import anyio
+
+__all__ = ["EventLoop", "Mailbox", "current_event_loop", "run_in"]
+
+T = TypeVar("T")
+
+
+class EventLoop(Protocol):
+    """A running event loop, seen from another thread."""
+
+    def post(self, callback: Callable[[], object]) -> bool:
+        """Run `callback` in the loop soon; False if the loop is closed."""
+
+    @property
+    def key(self) -> object:
+        """Equal for the same loop."""
+
+
+class _AsyncioLoop:
+    def __init__(self) -> None:
+        self.key = asyncio.get_running_loop()
+
+    def post(self, callback: Callable[[], object]) -> bool:
+        try:
+            self.key.call_soon_threadsafe(callback)
+        except RuntimeError:  # what asyncio raises for a closed loop
+            return False
+        return True
+
+
+class _TrioLoop:
+    def __init__(self, trio: Any) -> None:
+        self.key = trio.lowlevel.current_trio_token()
+        self._finished = trio.RunFinishedError
+
+    def post(self, callback: Callable[[], object]) -> bool:
+        try:
+            self.key.run_sync_soon(callback)
+        except self._finished:
+            return False
+        return True
+
+
+def current_event_loop() -> EventLoop:
+    """The event loop that runs the caller: asyncio's or trio's.
+
+    :raises RuntimeError: outside an event loop.
+    """
+    trio = sys.modules.get("trio")  # if trio runs us, it has been imported
+    if trio is not None and trio.lowlevel.in_trio_run():
+        return _TrioLoop(trio)
+    return _AsyncioLoop()
+
+
+class Mailbox:
+    """Letters for one event loop. However many arrive before the loop looks, it is woken once.
+
+    :param loop: where letters are opened.
+    :param open_letters: called in the loop with all that came, in order.
+    """
+
+    def __init__(self, loop: EventLoop, open_letters: Callable[[list[Any]], None]) -> None:
+        self._loop = loop
+        self._open_letters = open_letters
+        self._lock = threading.Lock()
+        self._letters: list[Any] = []
+        self._closed = False
+
+    def put(self, letters: list[Any]) -> bool:
+        """Deliver `letters`, from any thread; False if the loop is closed and nobody will read."""
+        with self._lock:
+            if self._closed:
+                return False
+            wake = not self._letters
+            self._letters.extend(letters)
+            if wake and not self._loop.post(self._deliver):
+                self._closed = True
+                self._letters.clear()
+        return not self._closed
+
+    def _deliver(self) -> None:
+        with self._lock:
+            letters, self._letters = self._letters, []
+        self._open_letters(letters)
+
+
+async def run_in(executor: Executor, function: Callable[..., T], *args: Any) -> T:
+    """Run `function(*args)` in `executor` and wait for it without blocking the event loop.
+
+    Cancelling the caller gives up waiting at once; the function is not started any more, or its
+    result is dropped.
+    """
+    loop = current_event_loop()
+    done = anyio.Event()
+    future: Future[T] = executor.submit(function, *args)
+    future.add_done_callback(lambda _: loop.post(done.set))
+    try:
+        await done.wait()
+    except BaseException:
+        future.cancel()
+        raise
+    return future.result()

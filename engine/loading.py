@@ -1,0 +1,143 @@
+"""From a model's name to something that can run: weights, tokenizer, KV pool, runner."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from .config import EngineConfig
+from .core import Runner
+from .text import Tokenizer
+
+__all__ = ["LoadedModel", "ModelSource", "PretrainedModel"]
+
+_logger = logging.getLogger("ragserve")
+
+
+@dataclass(slots=True)
+class LoadedModel:
+    """What an engine runs."""
+
+    name: str
+    runner: Runner
+    tokenizer: Tokenizer
+    vocab_size: int
+    max_model_len: int
+    num_blocks: int
+    weight_bytes: int = 0
+    kv_bytes: int = 0
+    dtype: str = ""
+    num_threads: int = 0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Time per phase of loading."""
+
+
+class ModelSource(Protocol):
+    """Where an engine gets its model from: files (`PretrainedModel`), or a script in a test."""
+
+    def load(self, config: EngineConfig) -> LoadedModel:
+        """Load it. Called in a worker thread; may take long.
+
+        :raises RagserveError: the fitting one, if it cannot be loaded with this config.
+        """
+
+
+class PretrainedModel:
+    """A model from a Hugging Face folder, a hub id, or a `.gguf` file.
+
+    :param name: path or hub id.
+    """
+
+    def __init__(self, name: str | Path) -> None:
+        self.name = name
+
+    def load(self, config: EngineConfig) -> LoadedModel:
+        """Load weights and tokenizer, and make the KV pool.
+
+        :raises ModelLoadError: if files are missing, broken, or do not fit each other.
+        :raises UnsupportedModelError: if it is an architecture that we do not implement.
+        :raises OutOfMemoryError: if the KV pool does not fit.
+        :raises InvalidParamsError: if a knob does not fit the model.
+        """
+        seconds: dict[str, float] = {}
+        with _timed(seconds, "import"):
+            import torch
+
+            from .kv_cache import KVCache, block_bytes, plan_blocks
+            from .models import load_model, resolve_folder
+            from .runner import ModelRunner
+
+        with _timed(seconds, "files"):
+            if str(self.name).endswith(".gguf"):
+                from .models.gguf import convert
+
+                folder = convert(Path(self.name))
+            else:
+                folder = resolve_folder(self.name, config.revision)
+        with _timed(seconds, "tokenizer"):
+            tokenizer = Tokenizer.load(folder, num_clones=config.num_tokenizers)
+        device = torch.device(config.device)
+        with _timed(seconds, "weights"):
+            dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+            model = load_model(
+                folder, dtype=dtype, device=device, max_model_len=config.max_model_len
+            )
+        tokenizer.check_model(model.config.vocab_size)
+        with _timed(seconds, "kv"):
+            per_block = block_bytes(model.config, config.block_size, model.dtype)
+            num_blocks = plan_blocks(
+                per_block, config.block_size, model.max_model_len, config.kv_cache_bytes
+            )
+            cache = KVCache(
+                model.config,
+                num_blocks=num_blocks,
+                block_size=config.block_size,
+                dtype=model.dtype,
+                device=device,
+            )
+        return LoadedModel(
+            name=Path(self.name).stem if str(self.name).endswith(".gguf") else str(self.name),
+            runner=ModelRunner(model, cache, num_threads=config.num_threads),
+            tokenizer=tokenizer,
+            vocab_size=model.config.vocab_size,
+            max_model_len=model.max_model_len,
+            num_blocks=num_blocks,
+            weight_bytes=model.num_bytes,
+            kv_bytes=num_blocks * per_block,
+            dtype=str(model.dtype).removeprefix("torch."),
+            num_threads=config.num_threads or torch.get_num_threads(),
+            seconds=seconds,
+        )
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], phase: str) -> Iterator[None]:
+    started = time.monotonic()
+    yield
+    seconds[phase] = seconds.get(phase, 0.0) + time.monotonic() - started
+
+
+def log_opened(loaded: LoadedModel, config: EngineConfig) -> None:
+    """Say, once, what was opened and what it can hold."""
+    tokens = loaded.num_blocks * config.block_size
+    _logger.info(
+        "opened %s: %s on %s, weights %.1f MiB, KV %.1f MiB = %d blocks x %d tokens = %d tokens, "
+        "%.1f sequences of max_model_len=%d at once, %d threads; %s",
+        loaded.name,
+        loaded.dtype,
+        config.device,
+        loaded.weight_bytes / 2**20,
+        loaded.kv_bytes / 2**20,
+        loaded.num_blocks,
+        config.block_size,
+        tokens,
+        tokens / loaded.max_model_len,
+        loaded.max_model_len,
+        loaded.num_threads,
+        ", ".join(f"{phase} {spent:.2f} s" for phase, spent in loaded.seconds.items()),
+    )

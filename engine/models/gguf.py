@@ -1,0 +1,523 @@
+"""Llama-family GGUF file -> a Hugging Face folder, made once and kept in the user's cache.
+
+The folder holds config.json, generation_config.json, model.safetensors, tokenizer.json and
+tokenizer_config.json, so from there on a GGUF model is a model like any other.
+
+Each tensor is stored in the narrowest type that holds it exactly: float16 and bfloat16 tensors
+stay as they are, quantized ones become float32. (A Q4_1 value is a float16 scale times a 4-bit
+integer plus a float16 offset: float16's 11 and bfloat16's 8 significant bits would round it.)
+
+Format: the GGUF specification of ggml (docs/gguf.md); what the keys mean: llama.cpp.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from ..cache import cache_directory
+from ..errors import ModelLoadError, UnsupportedModelError
+from .gguf_tokenizer import build_tokenizer, special_token_ids
+
+if TYPE_CHECKING:
+    import numpy as np
+    from gguf import GGUFReader, ReaderTensor
+
+__all__ = ["Progress", "convert"]
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Called with the bytes written so far and in all."""
+
+_CONVERTER = "1"
+"""Part of every fingerprint; raise it when what is written changes."""
+
+_RECORD = "conversion.json"
+"""Written into the folder: what it was made from, and each file's size."""
+
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+_T = TypeVar("_T", str, int, float)
+
+
+def convert(path: Path, out: Path | None = None, *, progress: Progress | None = None) -> Path:
+    """Converts the GGUF file at `path`, or finds the result of an earlier call.
+
+    :param path: a Llama (also Mistral, SmolLM2), Qwen2 or Qwen3 model in one file.
+    :param out: folder to write; by default one in `cache_directory()` that is named after the
+        file's name and content.
+    :param progress: called while weights are written.
+    :returns: the folder. It appears at once and whole: nothing half-written is ever left in it.
+    :raises ModelLoadError: if the `gguf` library is absent, the file is missing, truncated or
+        inconsistent, there is no room for the result, or `out` holds something else.
+    :raises UnsupportedModelError: if the architecture, a quantization or the tokenizer is not
+        one that is implemented.
+    """
+    path = Path(path)
+    try:
+        fingerprint = _fingerprint(path)
+    except OSError as error:
+        raise ModelLoadError(f"cannot read {path}: {error}") from error
+    if out is not None:
+        target = Path(out)
+    else:
+        target = cache_directory() / "models" / f"{path.stem}-{fingerprint[:16]}"
+    if _is_complete(target, fingerprint):
+        return target
+    if out is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ModelLoadError(
+            f"{target} exists and does not hold the conversion of {path}; "
+            f"remove it or name another folder"
+        )
+
+    try:
+        checkpoint = _read(path)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Beside the target, hence on the same file system: the rename below is atomic.
+        with tempfile.TemporaryDirectory(
+            dir=target.parent, prefix=f".{target.name}-", ignore_cleanup_errors=True
+        ) as scratch:
+            folder = Path(scratch) / "model"
+            folder.mkdir()
+            _write_folder(checkpoint, folder, progress)
+            sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
+            _write_json(folder / _RECORD, {"fingerprint": fingerprint, "files": sizes})
+            _move(folder, target, fingerprint)
+    except OSError as error:
+        raise ModelLoadError(f"cannot convert {path} to {target}: {error}") from error
+    return target
+
+
+def _fingerprint(path: Path) -> str:
+    """Tells files apart by their size and 16 MiB of evenly spaced samples (ms, not seconds)."""
+    size = path.stat().st_size
+    digest = hashlib.blake2b(f"{_CONVERTER} {size} ".encode(), digest_size=16)
+    samples, length = 64, 1 << 18
+    with path.open("rb") as file:
+        for i in range(samples):
+            file.seek(max(0, size - length) * i // (samples - 1))
+            digest.update(file.read(length))
+    return digest.hexdigest()
+
+
+def _is_complete(folder: Path, fingerprint: str) -> bool:
+    """Whether the folder was converted from this file and all its files are still there."""
+    try:
+        record = json.loads((folder / _RECORD).read_text("utf-8"))
+        return record["fingerprint"] == fingerprint and all(
+            (folder / name).stat().st_size == size for name, size in record["files"].items()
+        )
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def _move(folder: Path, target: Path, fingerprint: str) -> None:
+    """Puts the finished folder in place; another process may have done so meanwhile."""
+    try:
+        folder.rename(target)
+    except OSError:
+        if _is_complete(target, fingerprint):
+            return
+        if not target.is_dir():
+            raise
+        shutil.rmtree(target)  # an earlier conversion of this file, since damaged
+        folder.rename(target)
+
+
+# ---- reading
+
+
+@dataclass(frozen=True)
+class _Checkpoint:
+    """A GGUF file, read: its metadata as plain values, its tensors still memory-mapped."""
+
+    path: Path
+    architecture: str
+    metadata: dict[str, Any]
+    tensors: dict[str, ReaderTensor]
+
+    def get(self, key: str, kind: type[_T], default: _T | None = None) -> _T:
+        """The entry `{architecture}.{key}`.
+
+        :raises ModelLoadError: if it is missing without a default, or of another type.
+        """
+        key = f"{self.architecture}.{key}"
+        value = self.metadata.get(key, default)
+        if value is None:
+            raise ModelLoadError(f"{self.path} has no {key}")
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ModelLoadError(f"{self.path}: {key} is {value!r}, expected {kind.__name__}")
+        return _shortest(value) if kind is float else value  # type: ignore[return-value]
+
+
+def _shortest(value: float) -> float:
+    """The shortest decimal that is the same float32: 9.99999974e-06 was written as 1e-05."""
+    import numpy as np
+
+    return float(str(np.float32(value)))
+
+
+def _read(path: Path) -> _Checkpoint:
+    try:
+        from gguf import GGUFReader
+    except ImportError as error:
+        raise ModelLoadError(
+            "reading a GGUF file needs the gguf library: pip install 'ragserve[gguf]'"
+        ) from error
+    try:
+        reader = GGUFReader(path)
+        metadata = {name: field.contents() for name, field in reader.fields.items()}
+    except Exception as error:
+        # The reader has no error type of its own: damage surfaces as whatever it trips over.
+        raise ModelLoadError(f"{path} is not a whole GGUF file: {error}") from error
+    return _check(path, reader, metadata)
+
+
+def _check(path: Path, reader: GGUFReader, metadata: dict[str, Any]) -> _Checkpoint:
+    architecture = metadata.get("general.architecture")
+    if not isinstance(architecture, str) or architecture not in _CLASSES:
+        raise UnsupportedModelError(
+            f"{path}: general.architecture is {architecture!r}; known are {', '.join(_CLASSES)}"
+        )
+    if reader.byte_order != "I":
+        raise UnsupportedModelError(f"{path} was written for the other byte order")
+    if metadata.get("split.count", 1) not in (0, 1):
+        raise UnsupportedModelError(
+            f"{path} is one of {metadata['split.count']} parts; merge them with llama.cpp's "
+            f"llama-gguf-split first"
+        )
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    checkpoint = _Checkpoint(path, architecture, metadata, tensors)
+    if checkpoint.get("expert_count", int, 0) > 0:
+        raise UnsupportedModelError(f"{path} is a mixture of experts, which is not implemented")
+    return checkpoint
+
+
+# ---- config.json
+
+
+def _config(checkpoint: _Checkpoint) -> dict[str, Any]:
+    """The Hugging Face configuration of the model."""
+    get, tensors = checkpoint.get, checkpoint.tensors
+    heads = get("attention.head_count", int)
+    hidden = get("embedding_length", int)
+    kv_heads = get("attention.head_count_kv", int, heads)
+    if kv_heads < 1 or heads < kv_heads:
+        raise ModelLoadError(f"{checkpoint.path}: {heads} heads with {kv_heads} heads of keys")
+    layers = get("block_count", int)
+    if layers > len(tensors):  # checked here, since the list of expected tensors grows with it
+        raise ModelLoadError(f"{checkpoint.path}: {layers} layers but {len(tensors)} tensors")
+    head_dim = get("attention.key_length", int, hidden // heads)
+    rotated = get("rope.dimension_count", int, head_dim)
+    value_dim = get("attention.value_length", int, head_dim)
+    if rotated != head_dim or value_dim != head_dim or head_dim % 2:
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: keys of {head_dim} dimensions with {rotated} of them rotated and "
+            f"values of {value_dim}; all must be equal and even"
+        )
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise ModelLoadError(f"{checkpoint.path} has no matrix token_embd.weight")
+    config = {
+        "architectures": [_CLASSES[checkpoint.architecture]],
+        "model_type": checkpoint.architecture,
+        "hidden_act": "silu",
+        "hidden_size": hidden,
+        "intermediate_size": get("feed_forward_length", int),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": get("context_length", int),
+        "rms_norm_eps": get("attention.layer_norm_rms_epsilon", float),
+        "rope_parameters": _rope(checkpoint, head_dim),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "vocab_size": int(embedding.shape[1]),
+        "dtype": _config_dtype(checkpoint),
+        **_token_ids(checkpoint.metadata),
+    }
+    if checkpoint.architecture == "llama":
+        config["attention_bias"] = "blk.0.attn_q.bias" in tensors
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
+    elif checkpoint.architecture == "qwen3":
+        config["attention_bias"] = False
+    if config["vocab_size"] < len(checkpoint.metadata.get("tokenizer.ggml.tokens", ())):
+        raise ModelLoadError(
+            f"{checkpoint.path}: {len(checkpoint.metadata['tokenizer.ggml.tokens'])} tokens but "
+            f"only {config['vocab_size']} embeddings"
+        )
+    return config
+
+
+def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """bos, eos and pad ids. A chat model may end its turn with another token than EOS."""
+    ids = special_token_ids(metadata)
+    eos = list(dict.fromkeys(ids[name] for name in ("eos_token", "eot_token") if name in ids))
+    return {
+        "bos_token_id": ids.get("bos_token"),
+        "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
+        "pad_token_id": ids.get("pad_token"),
+    }
+
+
+def _rope(checkpoint: _Checkpoint, head_dim: int) -> dict[str, Any]:
+    """Hugging Face's `rope_parameters`."""
+    get = checkpoint.get
+    base = get("rope.freq_base", float, 10_000.0)
+    context = get("context_length", int)
+    kind = get("rope.scaling.type", str, "none")
+    if not (math.isfinite(base) and base > 0):
+        raise ModelLoadError(f"{checkpoint.path}: rope.freq_base is {base}")
+    if "rope_freqs.weight" in checkpoint.tensors:
+        return {"rope_theta": base, **_llama3_scaling(checkpoint, base, head_dim)}
+    # Files older than rope.scaling.* have rope.scale_linear.
+    factor = get("rope.scaling.factor", float, get("rope.scale_linear", float, 1.0))
+    if not (math.isfinite(factor) and factor >= 1):
+        raise ModelLoadError(f"{checkpoint.path}: the RoPE scaling factor is {factor}")
+    if kind == "none" and factor != 1.0:
+        kind = "linear"
+    if kind == "none" or factor == 1.0:
+        return {"rope_type": "default", "rope_theta": base}
+    if kind == "linear":
+        return {"rope_type": "linear", "rope_theta": base, "factor": factor}
+    if kind == "yarn":
+        attention = get("rope.scaling.attn_factor", float, 1.0)
+        return {
+            "rope_type": "yarn",
+            "rope_theta": base,
+            "factor": factor,
+            "original_max_position_embeddings": get(
+                "rope.scaling.original_context_length", int, context
+            ),
+            "beta_fast": get("rope.scaling.yarn_beta_fast", float, 32.0),
+            "beta_slow": get("rope.scaling.yarn_beta_slow", float, 1.0),
+            # llama.cpp multiplies its attn_factor with the paper's; Hugging Face takes all.
+            "attention_factor": attention * (0.1 * math.log(factor) + 1.0),
+        }
+    raise UnsupportedModelError(
+        f"{checkpoint.path}: rope.scaling.type is {kind!r}; known are none, linear, yarn"
+    )
+
+
+def _llama3_scaling(checkpoint: _Checkpoint, base: float, head_dim: int) -> dict[str, Any]:
+    """Llama 3's scaling, which GGUF keeps as one divisor per frequency (`rope_freqs.weight`).
+
+    All published Llama 3 models stretch wavelengths beyond 8,192 tokens by `factor`, leave those
+    below a quarter of it alone, and interpolate between; only the factor differs (8 or 32).
+    """
+    import numpy as np
+
+    stored = _dequantize(checkpoint.tensors["rope_freqs.weight"]).astype(np.float64)
+    factor = _shortest(float(stored.max(initial=1.0)))
+    original, low, high = 8192, 1.0, 4.0
+    wavelength = 2 * math.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+    expected = 1.0 / ((1 - smooth) / factor + smooth)
+    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
+        raise UnsupportedModelError(
+            f"{checkpoint.path}: rope_freqs.weight is not the scaling of a Llama 3 model"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
+
+
+# ---- weights
+
+
+def _layout(config: dict[str, Any]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Every tensor the model has: GGUF name -> (Hugging Face name, shape)."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    query = config["num_attention_heads"] * config["head_dim"]
+    key = config["num_key_value_heads"] * config["head_dim"]
+    projections = {
+        "attn_q": ("self_attn.q_proj", (query, hidden)),
+        "attn_k": ("self_attn.k_proj", (key, hidden)),
+        "attn_v": ("self_attn.v_proj", (key, hidden)),
+        "attn_output": ("self_attn.o_proj", (hidden, query)),
+        "ffn_gate": ("mlp.gate_proj", (inner, hidden)),
+        "ffn_up": ("mlp.up_proj", (inner, hidden)),
+        "ffn_down": ("mlp.down_proj", (hidden, inner)),
+    }
+    biased: set[str] = set()
+    if config["model_type"] == "qwen2":
+        biased |= {"attn_q", "attn_k", "attn_v"}
+    elif config.get("attention_bias"):
+        biased |= {"attn_q", "attn_k", "attn_v", "attn_output"}
+    if config.get("mlp_bias"):
+        biased |= {"ffn_gate", "ffn_up", "ffn_down"}
+
+    layout: dict[str, tuple[str, tuple[int, ...]]] = {
+        "token_embd.weight": ("model.embed_tokens.weight", (config["vocab_size"], hidden))
+    }
+    for i in range(config["num_hidden_layers"]):
+        here, there = f"blk.{i}", f"model.layers.{i}"
+        layout[f"{here}.attn_norm.weight"] = (f"{there}.input_layernorm.weight", (hidden,))
+        layout[f"{here}.ffn_norm.weight"] = (f"{there}.post_attention_layernorm.weight", (hidden,))
+        for name, (projection, shape) in projections.items():
+            layout[f"{here}.{name}.weight"] = (f"{there}.{projection}.weight", shape)
+            if name in biased:
+                layout[f"{here}.{name}.bias"] = (f"{there}.{projection}.bias", shape[:1])
+        if config["model_type"] == "qwen3":
+            for part in "qk":
+                layout[f"{here}.attn_{part}_norm.weight"] = (
+                    f"{there}.self_attn.{part}_norm.weight",
+                    (config["head_dim"],),
+                )
+    layout["output_norm.weight"] = ("model.norm.weight", (hidden,))
+    if not config["tie_word_embeddings"]:
+        layout["output.weight"] = ("lm_head.weight", (config["vocab_size"], hidden))
+    return layout
+
+
+def _check_layout(checkpoint: _Checkpoint, layout: dict[str, tuple[str, tuple[int, ...]]]) -> None:
+    tensors = checkpoint.tensors
+    missing = [name for name in layout if name not in tensors]
+    if missing:
+        raise ModelLoadError(
+            f"{checkpoint.path} lacks {len(missing)} tensors, the first is {missing[0]}"
+        )
+    # rope_freqs became part of config.json.
+    unknown = [name for name in tensors if name not in layout and name != "rope_freqs.weight"]
+    if unknown:
+        raise UnsupportedModelError(
+            f"{checkpoint.path} has {len(unknown)} tensors that a {checkpoint.architecture} model "
+            f"here does not have, the first is {unknown[0]}"
+        )
+    for name, (_, shape) in layout.items():
+        stored = tuple(int(n) for n in reversed(tensors[name].shape))
+        if stored != shape:
+            raise ModelLoadError(
+                f"{checkpoint.path}: {name} has shape {stored}, its metadata say {shape}"
+            )
+
+
+def _dtype(tensor: ReaderTensor) -> str:
+    """The narrowest type that holds the tensor exactly, by its safetensors name."""
+    return {"F16": "F16", "BF16": "BF16"}.get(tensor.tensor_type.name, "F32")
+
+
+def _config_dtype(checkpoint: _Checkpoint) -> str:
+    """What the matrices have in common; llama.cpp keeps vectors in float32 regardless."""
+    dtypes = {_dtype(t) for t in checkpoint.tensors.values() if len(t.shape) > 1}
+    if len(dtypes) != 1:
+        return "float32"
+    return {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}[dtypes.pop()]
+
+
+def _dequantize(tensor: ReaderTensor) -> np.ndarray[Any, Any]:
+    """The tensor in its lossless type; bfloat16, which numpy lacks, as its bit pattern."""
+    import numpy as np
+    from gguf import dequantize
+
+    kind = tensor.tensor_type.name
+    if kind == "F16":
+        return tensor.data
+    if kind == "BF16":
+        return tensor.data.view(np.uint16)
+    try:
+        return dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(f"{tensor.name} is quantized as {kind}: {error}") from error
+
+
+def _unpermute(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
+    """Undoes llama.cpp's reordering of a "llama" model's query and key rows.
+
+    It rotates neighbouring dimensions (2i, 2i + 1) where Hugging Face rotates (i, i + d/2), so
+    its converter interleaves the two halves of each head's rows.
+    """
+    half = weight.shape[0] // heads // 2
+    return weight.reshape(heads, half, 2, -1).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _write_weights(
+    checkpoint: _Checkpoint, config: dict[str, Any], path: Path, progress: Progress | None
+) -> None:
+    """Writes model.safetensors one tensor at a time, so that memory holds one tensor.
+
+    Format: an 8-byte little-endian header length, the header as JSON, the tensors' bytes.
+    """
+    layout = _layout(config)
+    _check_layout(checkpoint, layout)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    total = 0
+    for name, (target, shape) in layout.items():
+        dtype = _dtype(checkpoint.tensors[name])
+        end = total + math.prod(shape) * (4 if dtype == "F32" else 2)
+        header[target] = {"dtype": dtype, "shape": shape, "data_offsets": [total, end]}
+        total = end
+    free = shutil.disk_usage(path.parent).free
+    if free < total:
+        raise ModelLoadError(
+            f"the converted weights take {total / 1e9:.1f} GB and {path.parent} has "
+            f"{free / 1e9:.1f} GB free; set RAGSERVE_CACHE to a folder with more room"
+        )
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)  # aligns the tensors, which may be memory-mapped
+
+    permuted = re.compile(r"blk\.\d+\.attn_(q|k)\.(weight|bias)")
+    heads = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    written = 0
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little"))
+        file.write(encoded)
+        for name in layout:
+            weight = _dequantize(checkpoint.tensors[name])
+            match = permuted.fullmatch(name)
+            if match and checkpoint.architecture == "llama":
+                weight = _unpermute(weight, heads[match[1]])
+            written += file.write(weight.tobytes())
+            if progress is not None:
+                progress(written, total)
+
+
+# ---- the folder
+
+
+def _write_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _write_folder(checkpoint: _Checkpoint, folder: Path, progress: Progress | None) -> None:
+    metadata = checkpoint.metadata
+    config = _config(checkpoint)
+    tokenizer = build_tokenizer(metadata)
+    _write_json(folder / "config.json", config)
+    _write_json(
+        folder / "generation_config.json",
+        {name: value for name, value in _token_ids(metadata).items() if value is not None},
+    )
+    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    tokens = metadata["tokenizer.ggml.tokens"]
+    tokenizer_config: dict[str, Any] = {
+        # Takes tokenizer.json as it is, whatever the model type.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config["max_position_embeddings"],
+        "clean_up_tokenization_spaces": False,
+        **{
+            name: tokens[token_id]
+            for name, token_id in special_token_ids(metadata).items()
+            if name != "eot_token"  # Hugging Face has no name for it; it is among the EOS ids
+        },
+    }
+    template = metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        tokenizer_config["chat_template"] = template
+    _write_json(folder / "tokenizer_config.json", tokenizer_config)
+    _write_weights(checkpoint, config, folder / "model.safetensors", progress)

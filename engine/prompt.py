@@ -1,0 +1,102 @@
+"""What a caller asks to be continued: text, token ids, chat messages, or segments.
+
+A `Prompt` is a list of segments. Each is tokenized on its own and starts on a block
+boundary, so that the KV blocks of a system prompt or of a retrieved document can be
+shared between requests whatever stands before the document's last token.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from .errors import InvalidParamsError
+
+__all__ = ["Prompt", "PromptLike", "Retention", "Segment", "SegmentKind", "TokenizedPrompt"]
+
+SegmentKind: TypeAlias = Literal["system", "document", "turn", "question"]
+
+
+class Retention(enum.IntEnum):
+    """How long a cached block outlives its last user: lower classes are evicted first."""
+
+    ANSWER = 0
+    """Generated text and questions: least likely to be asked for again."""
+    DOCUMENT = 1
+    """Retrieved documents: other questions will retrieve them too."""
+    SYSTEM = 2
+    """System prompts: part of every request."""
+
+
+_RETENTION: dict[str, Retention] = {
+    "system": Retention.SYSTEM,
+    "document": Retention.DOCUMENT,
+    "turn": Retention.ANSWER,
+    "question": Retention.ANSWER,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One shareable unit of a prompt.
+
+    :param text: the text, tokenized on its own without special tokens being added
+        (special tokens written out in the text are recognised); or
+    :param token_ids: its token ids, used as they are. Exactly one of the two is given.
+    :param kind: what it is; decides how long its blocks are kept.
+    :raises InvalidParamsError: if both or neither of `text` and `token_ids` are given.
+    """
+
+    text: str | None = None
+    kind: SegmentKind = "turn"
+    token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.text is None) == (self.token_ids is None):
+            raise InvalidParamsError(
+                "Segment", (self.text, self.token_ids), "give exactly one of text and token_ids"
+            )
+        if self.kind not in _RETENTION:
+            raise InvalidParamsError("kind", self.kind, f"one of {', '.join(_RETENTION)}")
+
+    @property
+    def retention(self) -> Retention:
+        """The class its blocks are kept in."""
+        return _RETENTION[self.kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt of segments, in order. Empty segments are dropped when tokenized."""
+
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        if not self.segments:
+            raise InvalidParamsError("segments", self.segments, "at least one segment")
+
+
+PromptLike: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
+"""Text (special tokens are added), token ids, chat messages (through the model's chat
+template), or a `Prompt` of segments."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedPrompt:
+    """A prompt as the engine sees it.
+
+    :param token_ids: all tokens, segments joined; positions in the model are indices in it.
+    :param segment_lengths: tokens per segment; sums to `len(token_ids)`.
+    :param retentions: per segment, the class its blocks are kept in.
+    """
+
+    token_ids: list[int]
+    segment_lengths: tuple[int, ...]
+    retentions: tuple[Retention, ...] = field(default=())
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int]) -> TokenizedPrompt:
+        """A prompt of one segment."""
+        return cls(list(token_ids), (len(token_ids),), (Retention.ANSWER,))

@@ -1,0 +1,226 @@
+"""One sequence on its way through the engine: its tokens, its blocks, its state, its timeline."""
+
+from __future__ import annotations
+
+import enum
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from .block_pool import BlockKey, BlockLayout, block_keys
+from .outputs import FinishReason, TokenLogprob
+from .prompt import Retention, TokenizedPrompt
+from .sampling import SamplingParams
+
+__all__ = ["Chunk", "Request", "RequestState", "TextSink", "Timeline"]
+
+
+class RequestState(enum.Enum):
+    """Where a request is. Preemption moves it from RUNNING back to WAITING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Part of a prompt that one step computed. Times from `time.monotonic_ns`."""
+
+    start: int
+    end: int
+    num_tokens: int
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When things happened to a request, by `time.monotonic_ns`; None is not yet.
+
+    The engine only stamps integers; spans are made from them elsewhere, afterwards.
+    """
+
+    arrived: int | None = None
+    """Before tokenizing."""
+    tokenized: int | None = None
+    queued: int | None = None
+    first_scheduled: int | None = None
+    first_token: int | None = None
+    last_token: int | None = None
+    finished: int | None = None
+    chunks: list[Chunk] = field(default_factory=list)
+    """Prefill only; after a preemption the recomputed part appears again."""
+    preemptions: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens that were found in the cache when it was first started."""
+
+
+class TextSink(Protocol):
+    """Turns one sequence's token ids into text (see `text.Detokenizer`)."""
+
+    stop_reason: str | None
+    """The stop string that was met, if one was."""
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """Take tokens, give the text that may be shown now."""
+
+    def finish(self) -> str:
+        """Give what was held back."""
+
+
+class Request:
+    """One sequence. A caller's request for `n` choices is `n` of these, one leading the others.
+
+    Owned by the engine thread once it is added. The region map of its tokens:
+
+        | prompt ...................... | output ............ |
+        | computed: KV is in `blocks` ..... | to compute next |
+        | shared (found or published) | own |
+
+    :param request_id: the caller's; choices of one request share it.
+    :param prompt: its tokens and segments.
+    :param params: how to sample.
+    :param block_size: of the pool it will live in.
+    :param max_tokens: output tokens after which it ends, resolved and limited.
+    :param eos_token_ids: end it, when sampled, unless the parameters say to ignore them.
+    :param bad_word_ids: token sequences that must not be completed.
+    :param seed: of the request's random numbers; `index` makes those of each choice differ.
+    :param text: turns its tokens into text and finds stop strings; None if nobody reads text.
+    :param index: which of the choices it is.
+    :param leader: the choice that computes the shared prompt, if this one is not it.
+    """
+
+    __slots__ = (
+        "bad_word_ids",
+        "blocks",
+        "eos_token_ids",
+        "finish_reason",
+        "index",
+        "keys",
+        "layout",
+        "leader",
+        "max_tokens",
+        "namespace",
+        "num_computed",
+        "num_prompt_tokens",
+        "num_published",
+        "order",
+        "output_token_ids",
+        "params",
+        "paused",
+        "priority",
+        "prompt_logprobs",
+        "prompt_token_ids",
+        "request_id",
+        "retention_ends",
+        "sampler_state",
+        "seed",
+        "state",
+        "stop_reason",
+        "stop_token_ids",
+        "text",
+        "timeline",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        *,
+        block_size: int,
+        max_tokens: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        bad_word_ids: tuple[tuple[int, ...], ...] = (),
+        seed: int = 0,
+        priority: int = 0,
+        namespace: str = "",
+        text: TextSink | None = None,
+        index: int = 0,
+        leader: Request | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.prompt_token_ids = prompt.token_ids
+        self.output_token_ids: list[int] = []
+        self.num_prompt_tokens = len(prompt.token_ids)
+        self.params = params
+        self.max_tokens = max_tokens
+        self.eos_token_ids = eos_token_ids
+        self.stop_token_ids = frozenset(params.stop_token_ids or ()) | (
+            frozenset() if params.ignore_eos else eos_token_ids
+        )
+        self.bad_word_ids = bad_word_ids
+        self.seed = seed
+        self.priority = priority
+        self.namespace = namespace
+        self.text = text
+        self.index = index
+        self.leader = leader
+        self.layout = BlockLayout(prompt.segment_lengths, block_size)
+        # (position after the segment, class its blocks are kept in)
+        ends: list[tuple[int, Retention]] = []
+        position = 0
+        for length, retention in zip(prompt.segment_lengths, prompt.retentions, strict=True):
+            position += length
+            ends.append((position, retention))
+        self.retention_ends = ends
+        self.keys: list[BlockKey] = block_keys(prompt.token_ids, self.layout, namespace)
+        self.state = RequestState.WAITING
+        self.order = 0
+        self.blocks: list[int] = []
+        self.num_computed = 0
+        self.num_published = 0
+        self.paused = False
+        self.prompt_logprobs: list[TokenLogprob] = []
+        self.finish_reason: FinishReason | None = None
+        self.stop_reason: str | int | None = None
+        self.timeline = Timeline()
+        self.sampler_state: object = None  # the sampler's own, made and read by it alone
+
+    def __repr__(self) -> str:
+        return (
+            f"<Request {self.request_id}/{self.index} [{self.state.value} | "
+            f"{self.num_computed}/{self.num_tokens} computed, {len(self.blocks)} blocks]>"
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and output so far."""
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def num_to_compute(self) -> int:
+        """Tokens without KV yet; the last of them gives the next token."""
+        return self.num_tokens - self.num_computed
+
+    @property
+    def sort_key(self) -> tuple[int, int]:
+        """Who goes first: lower priority value, then earlier arrival."""
+        return (self.priority, self.order)
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids at positions `start` to `end`."""
+        n = self.num_prompt_tokens
+        if end <= n:
+            return self.prompt_token_ids[start:end]
+        if start >= n:
+            return self.output_token_ids[start - n : end - n]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: end - n]
+
+    def retention_of(self, block: int) -> Retention:
+        """The class that the sequence's `block`-th block is kept in."""
+        start = self.layout.start(block)
+        for end, retention in self.retention_ends:
+            if start < end:
+                return retention
+        return Retention.ANSWER
+
+    def extend_keys(self) -> None:
+        """Name the blocks that generated tokens have completed."""
+        if self.layout.num_complete(self.num_tokens) > len(self.keys):
+            tokens = self.prompt_token_ids + self.output_token_ids
+            self.keys = block_keys(tokens, self.layout, self.namespace, known=self.keys)
+
+    def stamp(self) -> int:
+        """Now, on the timeline's clock."""
+        return time.monotonic_ns()

@@ -1,0 +1,149 @@
+"""A plan becomes tensors, a forward pass, sampled tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ragserve import kernels
+
+from .kv_cache import KVCache
+from .models import DecoderModel
+from .outputs import TokenLogprob
+from .request import Request
+from .sampler import Sampler, SamplingState
+from .scheduler import SampledToken, ScheduledChunk, StepPlan, StepResult
+
+__all__ = ["ModelRunner"]
+
+
+class ModelRunner:
+    """Runs a decoder over a paged KV cache. Used by one thread.
+
+    :param model: the weights.
+    :param cache: the KV pool; block numbers of plans index it.
+    :param num_threads: CPU threads of a step, in the thread that calls `execute`; None leaves
+        torch's setting.
+    """
+
+    def __init__(self, model: DecoderModel, cache: KVCache, *, num_threads: int | None) -> None:
+        self._model: DecoderModel | None = model
+        self._cache: KVCache | None = cache
+        self._num_threads = num_threads
+        self._sampler = Sampler(model.config.vocab_size)
+
+    def close(self) -> None:
+        """Drop the weights and the KV tensors."""
+        self._model = self._cache = None
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute a step's tokens, store their KV, sample where a chunk asks for it."""
+        model, cache = self._model, self._cache
+        if model is None or cache is None:
+            raise RuntimeError("the runner is closed")
+        if self._num_threads is not None:
+            # OpenMP's thread count belongs to the calling thread: the application keeps its own.
+            torch.set_num_threads(self._num_threads)
+            self._num_threads = None
+        config = model.config
+        batch = _paged_batch(plan, cache.block_size)
+        token_ids = torch.tensor(
+            [t for c in plan.chunks for t in c.request.tokens(c.start, c.end)], dtype=torch.int64
+        )
+        attention = kernels.plan_attention(
+            batch, block_size=cache.block_size, scale=config.attention_scale
+        )
+
+        def attend(
+            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        ) -> torch.Tensor:
+            return attention(
+                query, key, value, cache.layers[layer], window=config.layer_windows[layer]
+            )
+
+        hidden = model.forward(token_ids, batch.positions, attend)
+        return StepResult(
+            self._sample(model, plan, batch, hidden), self._prompt_logprobs(model, plan, hidden)
+        )
+
+    def _sample(
+        self,
+        model: DecoderModel,
+        plan: StepPlan,
+        batch: kernels.PagedBatch,
+        hidden: torch.Tensor,
+    ) -> list[SampledToken | None]:
+        sampled: list[SampledToken | None] = [None] * len(plan.chunks)
+        chosen = [index for index, chunk in enumerate(plan.chunks) if chunk.sample]
+        if not chosen:
+            return sampled
+        rows = torch.tensor([batch.query_starts[index + 1] - 1 for index in chosen])
+        logits = model.logits(hidden[rows])
+        states = [_sampling_state(plan.chunks[index].request) for index in chosen]
+        for index, token in zip(chosen, self._sampler(logits, states), strict=True):
+            sampled[index] = token
+        return sampled
+
+    def _prompt_logprobs(
+        self, model: DecoderModel, plan: StepPlan, hidden: torch.Tensor
+    ) -> dict[int, list[TokenLogprob]]:
+        result: dict[int, list[TokenLogprob]] = {}
+        offset = 0
+        for index, chunk in enumerate(plan.chunks):
+            targets = _prompt_targets(chunk)
+            if targets:
+                logits = model.logits(hidden[offset : offset + len(targets)])
+                result[index] = self._sampler.prompt_logprobs(
+                    logits, targets, chunk.request.params.prompt_logprobs or 0
+                )
+            offset += chunk.num_tokens
+        return result
+
+
+def _prompt_targets(chunk: ScheduledChunk) -> list[int]:
+    """The prompt tokens that follow the chunk's positions, if their log-probability is wanted."""
+    request = chunk.request
+    if request.params.prompt_logprobs is None or request.index > 0:
+        return []
+    return request.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
+
+
+def _sampling_state(request: Request) -> SamplingState:
+    state = request.sampler_state
+    if not isinstance(state, SamplingState):
+        state = request.sampler_state = SamplingState(
+            params=request.params,
+            seed=kernels.philox.derive_seed(request.seed, request.index),
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.output_token_ids,
+            eos_token_ids=request.eos_token_ids,
+            bad_word_ids=request.bad_word_ids,
+        )
+    return state
+
+
+def _paged_batch(plan: StepPlan, block_size: int) -> kernels.PagedBatch:
+    chunks = plan.chunks
+    counts = [c.request.layout.num_blocks(c.end) for c in chunks]
+    tables = np.zeros((len(chunks), max(counts)), dtype=np.int64)
+    starts = np.empty((len(chunks), max(counts) + 1), dtype=np.int64)
+    query_starts = [0]
+    positions, slots = [], []
+    for row, (chunk, count) in enumerate(zip(chunks, counts, strict=True)):
+        tables[row, :count] = chunk.request.blocks[:count]
+        starts[row, :count] = chunk.request.layout.starts(count)
+        starts[row, count:] = chunk.end
+        query_starts.append(query_starts[-1] + chunk.num_tokens)
+        at = np.arange(chunk.start, chunk.end)
+        block = np.searchsorted(starts[row, :count], at, side="right") - 1
+        positions.append(at)
+        slots.append(tables[row, block] * block_size + at - starts[row, block])
+    return kernels.PagedBatch(
+        query_starts=query_starts,
+        seq_lens=[c.end for c in chunks],
+        block_tables=torch.from_numpy(tables),
+        block_starts=torch.from_numpy(starts),
+        slots=torch.from_numpy(np.concatenate(slots)),
+        positions=torch.from_numpy(np.concatenate(positions)),
+    )

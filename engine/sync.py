@@ -1,0 +1,143 @@
+"""A small synchronous face for scripts and notebooks; web applications use `Engine`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, overload
+
+import anyio
+from anyio.from_thread import start_blocking_portal
+
+from .engine import Engine, Statistics
+from .errors import InvalidParamsError
+from .loading import ModelSource
+from .outputs import Completion
+from .prompt import Prompt, PromptLike
+from .sampling import SamplingParams
+
+__all__ = ["LLM"]
+
+
+class LLM:
+    """An engine for code without an event loop: `with LLM(model) as llm: llm.generate(...)`.
+
+    It runs an event loop in a thread of its own, and may be used from several threads.
+
+    :param model: as for `Engine.open`.
+    :param knobs: fields of `EngineConfig`.
+    :raises: what `Engine.open` raises.
+    """
+
+    def __init__(self, model: str | Path | ModelSource, **knobs: Any) -> None:
+        with ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal())
+
+            async def open_engine() -> Engine:
+                return await Engine.open(model, **knobs)
+
+            self._engine = self._portal.call(open_engine)
+            stack.callback(self._portal.call, self._engine.aclose)
+            self._stack = stack.pop_all()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self._engine.terminate()
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<LLM {self._engine!r}>"
+
+    @overload
+    def generate(
+        self,
+        prompts: str | Prompt | Sequence[int] | Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> Completion: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[str] | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> list[Completion]: ...
+
+    def generate(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = False,
+    ) -> Completion | list[Completion]:
+        """Continue one prompt, or a list of them together.
+
+        A list of integers, or of chat messages, is one prompt; a list of anything else is many.
+
+        :param params: for all, or a list with one for each.
+        :param use_tqdm: show a progress bar on standard error.
+        :returns: one completion, or a list in the order of the prompts.
+        :raises InvalidParamsError: for lists of different lengths, or what a prompt makes
+            `Engine.generate` raise; the other prompts of the list are ended then.
+        """
+        many = _are_many(prompts)
+        batch: list[Any] = list(prompts) if many else [prompts]
+        if params is None or isinstance(params, SamplingParams):
+            each = [params] * len(batch)
+        elif len(params) == len(batch):
+            each = list(params)
+        else:
+            raise InvalidParamsError("params", len(params), f"one for each of {len(batch)} prompts")
+        completions = self._portal.call(self._generate, batch, each, use_tqdm)
+        return completions if many else completions[0]
+
+    def statistics(self) -> Statistics:
+        """See `Engine.statistics`."""
+        return self._engine.statistics()
+
+    def close(self) -> None:
+        """Free all memory; idempotent."""
+        self._stack.close()
+
+    async def _generate(
+        self, prompts: list[PromptLike], params: list[SamplingParams | None], use_tqdm: bool
+    ) -> list[Completion]:
+        from tqdm import tqdm
+
+        completions: list[Completion | None] = [None] * len(prompts)
+        # No more at a time than may wait, so that a long list does not fill its own queue.
+        limit = anyio.CapacityLimiter(self._engine.config.max_queued_requests)
+
+        async def one(index: int) -> None:
+            async with limit:
+                completions[index] = await self._engine.generate(prompts[index], params[index])
+            progress.update()
+
+        with tqdm(total=len(prompts), unit="prompt", disable=not use_tqdm) as progress:
+            try:
+                async with anyio.create_task_group() as tasks:
+                    for index in range(len(prompts)):
+                        tasks.start_soon(one, index)
+            except BaseExceptionGroup as group:
+                # The first error is what a caller without tasks expects.
+                raise group.exceptions[0] from None
+        return [completion for completion in completions if completion is not None]
+
+
+def _are_many(prompts: object) -> bool:
+    if isinstance(prompts, str | Prompt) or not isinstance(prompts, Sequence) or not prompts:
+        return isinstance(prompts, Sequence) and not prompts and not isinstance(prompts, str)
+    return not isinstance(prompts[0], int | Mapping)

@@ -1,0 +1,5 @@
+"""The operations for CPU."""
+
+from __future__ import annotations
+
+__all__: list[str] = []

@@ -1,0 +1,5 @@
+"""ragserve."""
+
+from ._version import __version__
+
+__all__ = ["__version__"]

@@ -1,0 +1,419 @@
+"""Texts to vectors: the embedder protocol, and sentence-transformers behind one thread."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeAlias
+
+import anyio
+import numpy as np
+from numpy.typing import NDArray
+
+from ragserve.engine import InvalidParamsError, ModelLoadError, RagserveError
+
+__all__ = [
+    "Embedder",
+    "EmbedderClosedError",
+    "EmbeddingError",
+    "SentenceTransformerEmbedder",
+    "TextKind",
+    "Vectors",
+]
+
+Vectors: TypeAlias = NDArray[np.float32]
+"""`[n, dimension]` float32; each row of length 1 (or 0, where the model gave zeros)."""
+
+TextKind: TypeAlias = Literal["query", "document"]
+"""What a text is. Some models put a different prompt before each."""
+
+
+class EmbeddingError(RagserveError):
+    """The model's answer is not one finite vector a text, all of one dimension."""
+
+
+class EmbedderClosedError(RagserveError):
+    """The embedder is closed and takes no more texts."""
+
+
+class Embedder(Protocol):
+    """Turns texts into vectors whose inner product is their similarity."""
+
+    @property
+    def model_name(self) -> str:
+        """Names the vectors' space: an index built in one is not searched in another."""
+
+    @property
+    def dimension(self) -> int | None:
+        """Length of a vector; None while it is not known."""
+
+    async def embed(self, texts: Sequence[str], *, kind: TextKind = "document") -> Vectors:
+        """One vector a text: float32, `[len(texts), dimension]`, each of length 1."""
+
+
+class SentenceTransformerEmbedder:
+    """Embeds with a sentence-transformers model, or any object with `encode(texts)`.
+
+    One thread, started when needed, does the work. Whatever waits when it gets free is embedded
+    together, at most `batch_size` texts at a time, and each waiting call has its share of every
+    batch: a question does not wait behind a thousand documents. May be shared by threads and
+    by event loops, asyncio and trio.
+
+    :param model: a hub id or folder, loaded at first use; or an object with `encode`.
+    :param batch_size: most texts that go through the model at once.
+    :param device: where to load the model, like "cpu" or "cuda:0"; None lets the library choose.
+    :param model_name: name of the vectors' space, kept in an index. Default: the hub id, the
+        folder's name, or the object's class.
+    :param query_prompt_name: which of the model's prompts stands before a query. Default: the
+        one called "query", if the model has it.
+    :param document_prompt_name: likewise for documents; default "document".
+    :param trust_remote_code: let the model's repository run its own code.
+    :raises InvalidParamsError: if `batch_size` is below 1, or `model` has no `encode`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Any,
+        *,
+        batch_size: int = 32,
+        device: str | None = None,
+        model_name: str | None = None,
+        query_prompt_name: str | None = None,
+        document_prompt_name: str | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise InvalidParamsError("batch_size", batch_size, "at least 1")
+        self._source: str | Path | None = None
+        self._model: Any = None
+        if isinstance(model, str | Path):
+            self._source = model
+        elif callable(getattr(model, "encode", None)):
+            self._model = model
+        else:
+            raise InvalidParamsError(
+                "model", model, "a hub id, a folder, or an object with encode(texts)"
+            )
+        self._batch_size = batch_size
+        self._device = device
+        self._trust_remote_code = trust_remote_code
+        self._model_name = model_name or _default_name(model)
+        self._prompt_names = {"query": query_prompt_name, "document": document_prompt_name}
+        self._dimension: int | None = None
+        self._lock = threading.Lock()
+        self._jobs: list[_Job] = []
+        self._working = False
+        self._closed = False
+        # Ends its thread when the embedder is collected, and joins it when Python exits.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ragserve-embedder")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "not loaded" if self._model is None else "loaded"
+        return f"<SentenceTransformerEmbedder {self._model_name} [{state}]>"
+
+    @property
+    def model_name(self) -> str:
+        """Names the vectors' space."""
+        return self._model_name
+
+    @property
+    def dimension(self) -> int | None:
+        """Length of a vector; None before the first `embed` or `load`."""
+        return self._dimension
+
+    async def load(self) -> None:
+        """Load the model now, off the event loop, rather than at the first `embed`.
+
+        :raises ModelLoadError: if it cannot be loaded.
+        :raises EmbedderClosedError: after `aclose`.
+        """
+        await self.embed([""])
+
+    async def embed(self, texts: Sequence[str], *, kind: TextKind = "document") -> Vectors:
+        """One vector a text: float32, `[len(texts), dimension]`, each of length 1.
+
+        Cancelling drops those texts that have not started.
+
+        :raises ModelLoadError: if the model cannot be loaded; the next call tries again.
+        :raises EmbeddingError: if the model's answer is not one finite vector a text.
+        :raises EmbedderClosedError: after `aclose`.
+        """
+        if isinstance(texts, str):
+            raise InvalidParamsError("texts", texts, "a list of texts, not one text")
+        if kind not in self._prompt_names:
+            raise InvalidParamsError("kind", kind, "query or document")
+        if not texts:
+            if self._dimension is None:
+                await self.load()
+            return np.empty((0, self._dimension or 0), np.float32)
+        job = _Job(list(texts), kind)
+        self._submit(job)
+        try:
+            await job.event.wait()
+        finally:
+            job.finished = True
+        return job.result()
+
+    async def aclose(self) -> None:
+        """Refuse new texts, end what waits with `EmbedderClosedError`, free the model.
+
+        A batch that is at the model already is let finish; its result is dropped.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            jobs, self._jobs = self._jobs, []
+        for job in jobs:
+            job.finish(EmbedderClosedError(f"{self!r} was closed while texts were waiting"))
+        self._thread.submit(self._unload)
+        self._thread.shutdown(wait=False)
+
+    async def __aenter__(self) -> SentenceTransformerEmbedder:
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.aclose()
+
+    def _submit(self, job: _Job) -> None:
+        with self._lock:
+            if self._closed:
+                raise EmbedderClosedError(f"{self!r} takes no more texts; make a new one")
+            self._jobs.append(job)
+            if not self._working:
+                self._working = True
+                self._thread.submit(self._work)
+
+    # What follows runs in the worker thread.
+
+    def _work(self) -> None:
+        while jobs := self._waiting():
+            try:
+                if self._model is None:
+                    self._model = self._load()
+                batch = self._next_batch()
+            except BaseException as exc:
+                # Whatever it is, nobody else would tell those who wait.
+                for job in jobs:
+                    job.finish(_load_error(self._model_name, exc))
+            else:
+                self._encode(batch)
+
+    def _waiting(self) -> list[_Job]:
+        """The jobs with texts still to embed. None: the thread is told that it is idle."""
+        with self._lock:
+            self._jobs = [job for job in self._jobs if job.remaining]
+            self._working = bool(self._jobs)
+            return list(self._jobs)
+
+    def _next_batch(self) -> list[_Part]:
+        """A share of each waiting job that goes with the first one's prompt."""
+        with self._lock:
+            if not self._jobs:
+                return []
+            prompt = self._prompt(self._jobs[0].kind)
+            peers = [job for job in self._jobs if self._prompt(job.kind) == prompt]
+            peers = peers[: self._batch_size]
+            # Those that were served go to the end of the queue.
+            self._jobs = [job for job in self._jobs if job not in peers] + peers
+        parts = []
+        room = self._batch_size
+        # The smallest first: what they leave of their share goes to the others.
+        for i, job in enumerate(sorted(peers, key=lambda job: job.remaining)):
+            part = job.take(room // (len(peers) - i))
+            room -= len(part.rows)
+            parts.append(part)
+        return [part for part in parts if part.rows]
+
+    def _encode(self, batch: list[_Part]) -> None:
+        texts = [part.job.texts[row] for part in batch for row in part.rows]
+        if not texts:
+            return
+        try:
+            vectors = self._vectors(texts, self._prompt(batch[0].job.kind))
+        except BaseException as exc:
+            if len(batch) == 1:
+                batch[0].job.finish(exc)
+                return
+            # Whose fault was it? Each alone, so that an error meets nobody else.
+            for part in batch:
+                self._encode([part])
+            return
+        start = 0
+        for part in batch:
+            part.job.fill(part.rows, vectors[start : start + len(part.rows)])
+            start += len(part.rows)
+
+    def _vectors(self, texts: list[str], prompt: str | None) -> Vectors:
+        if _is_sentence_transformer(self._model):
+            output = self._model.encode(
+                texts,
+                prompt_name=prompt,
+                batch_size=self._batch_size,
+                show_progress_bar=False,
+                convert_to_numpy=True,
+            )
+        else:
+            output = self._model.encode(texts)
+        if callable(getattr(output, "detach", None)):  # a torch tensor, on any device
+            output = output.detach().float().cpu().numpy()
+        vectors = np.array(output, dtype=np.float32)  # a copy: it is normalized in place
+        if vectors.ndim != 2 or vectors.shape[0] != len(texts):
+            raise EmbeddingError(
+                f"{self._model_name} gave an array of shape {vectors.shape} for {len(texts)} "
+                f"texts; expected [{len(texts)}, dimension]"
+            )
+        if self._dimension not in (None, vectors.shape[1]):
+            raise EmbeddingError(
+                f"{self._model_name} gave vectors of dimension {vectors.shape[1]}, and of "
+                f"{self._dimension} before; use one embedder for one model"
+            )
+        if not np.isfinite(vectors).all():
+            raise EmbeddingError(f"{self._model_name} gave a vector with infinity or NaN in it")
+        self._dimension = vectors.shape[1]
+        vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
+        return vectors
+
+    def _load(self) -> Any:
+        with _no_progress_bars():
+            from sentence_transformers import SentenceTransformer
+
+            model = SentenceTransformer(
+                str(self._source),
+                device=self._device,
+                trust_remote_code=self._trust_remote_code,
+            )
+        for kind, name in self._prompt_names.items():
+            if name is not None and name not in model.prompts:
+                raise InvalidParamsError(
+                    f"{kind}_prompt_name", name, f"one of the model's: {sorted(model.prompts)}"
+                )
+        return model
+
+    def _unload(self) -> None:
+        self._model = None
+
+    def _prompt(self, kind: TextKind) -> str | None:
+        """Name of the model's prompt for such a text; None if it has none, or an empty one."""
+        prompts = getattr(self._model, "prompts", None)
+        name = self._prompt_names[kind] or kind
+        return name if isinstance(prompts, dict) and prompts.get(name) else None
+
+
+class _Job:
+    """One call of `embed`: its texts, what is done of them, and how to wake its caller."""
+
+    def __init__(self, texts: list[str], kind: TextKind) -> None:
+        self.texts = texts
+        self.kind = kind
+        self.finished = False
+        self.event = anyio.Event()
+        self._call_soon = _current_loop_call_soon()
+        # Texts of like length go together: less padding.
+        self._todo = sorted(range(len(texts)), key=lambda row: len(texts[row]))
+        self._missing = len(texts)
+        self._vectors: Vectors | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def remaining(self) -> int:
+        """How many texts nobody has started; 0 when the caller has gone."""
+        return 0 if self.finished else len(self._todo)
+
+    def take(self, most: int) -> _Part:
+        """Take up to `most` of the remaining texts, the longest first."""
+        rows = [] if self.finished else self._todo[-most:]
+        del self._todo[len(self._todo) - len(rows) :]
+        return _Part(self, rows)
+
+    def fill(self, rows: list[int], vectors: Vectors) -> None:
+        """Take in the vectors of some rows; wake the caller if they were the last."""
+        if self._vectors is None:
+            self._vectors = np.empty((len(self.texts), vectors.shape[1]), np.float32)
+        self._vectors[rows] = vectors
+        self._missing -= len(rows)
+        if not self._missing:
+            self.finish(None)
+
+    def finish(self, error: BaseException | None) -> None:
+        """End it and wake the caller. Of no effect if it has ended."""
+        if self.finished:
+            return
+        self._error = error
+        self.finished = True
+        try:
+            self._call_soon(self.event.set)
+        except RuntimeError:
+            return  # the caller's event loop has ended, and the caller with it
+
+    def result(self) -> Vectors:
+        """What came out of it.
+
+        :raises BaseException: whatever ended it.
+        """
+        if self._error is not None:
+            raise self._error
+        if self._vectors is None:
+            raise EmbeddingError("the texts were dropped before they were embedded")
+        return self._vectors
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Some texts of one job, about to be embedded."""
+
+    job: _Job
+    rows: list[int]
+
+
+def _current_loop_call_soon() -> Callable[[Callable[[], object]], object]:
+    """A function by which any thread may have something called in this event loop."""
+    trio = sys.modules.get("trio")
+    if trio is not None:
+        try:
+            call_soon: Callable[[Callable[[], object]], object]
+            call_soon = trio.lowlevel.current_trio_token().run_sync_soon
+        except RuntimeError:
+            pass  # not in trio
+        else:
+            return call_soon
+    return asyncio.get_running_loop().call_soon_threadsafe
+
+
+def _default_name(model: object) -> str:
+    if isinstance(model, str | Path):
+        # A folder's place differs between machines; its name need not.
+        return Path(model).resolve().name if Path(model).is_dir() else str(model)
+    return type(model).__qualname__
+
+
+def _is_sentence_transformer(model: object) -> bool:
+    library = sys.modules.get("sentence_transformers")
+    return library is not None and isinstance(model, library.SentenceTransformer)
+
+
+def _load_error(name: str, cause: BaseException) -> ModelLoadError:
+    error = ModelLoadError(f"the embedding model {name} cannot be loaded: {cause}")
+    error.__cause__ = cause
+    return error
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """Keep transformers from drawing on the application's terminal while it loads."""
+    from transformers.utils import logging
+
+    if not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
