@@ -79,8 +79,11 @@ class EngineCore:
         now = time.monotonic_ns()
         updates = []
         for request in list(self.scheduler.waiting):
-            queued, started = request.timeline.queued, request.timeline.first_scheduled
-            if started is None and queued is not None and now - queued >= limit * 1e9:
+            queued = request.timeline.queued
+            # Of a request with choices the leader waits for all; another leads when it ends.
+            if request not in self.scheduler.queued or queued is None:
+                continue
+            if now - queued >= limit * 1e9:
                 error = QueueTimeoutError((now - queued) / 1e9, limit)
                 updates.append(self._end(request, "error", error=error))
         return updates
@@ -89,11 +92,8 @@ class EngineCore:
         """Seconds until `expire` has something to do; None if it never will."""
         if self.config.queue_timeout is None:
             return None
-        stamps = [
-            r.timeline.queued
-            for r in self.scheduler.waiting
-            if r.timeline.first_scheduled is None and r.timeline.queued is not None
-        ]
+        since = (request.timeline.queued for request in self.scheduler.queued)
+        stamps = [stamp for stamp in since if stamp is not None]
         if not stamps:
             return None
         return max(0.0, self.config.queue_timeout - (time.monotonic_ns() - min(stamps)) / 1e9)
@@ -109,11 +109,16 @@ class EngineCore:
         self.scheduler.commit(plan, result, started, ended)
         self.num_steps += 1
         updates = []
-        for chunk, sampled in zip(plan.chunks, result.sampled, strict=True):
-            if sampled is None:
-                self.prompt_tokens += chunk.num_tokens
+        for index, (chunk, sampled) in enumerate(zip(plan.chunks, result.sampled, strict=True)):
+            if index in result.errors:
+                updates.append(self._end(chunk.request, "error", error=result.errors[index]))
                 continue
-            self.prompt_tokens += chunk.num_tokens - bool(chunk.request.output_token_ids)
+            # After a preemption a chunk recomputes output too, which is no prompt.
+            self.prompt_tokens += max(
+                0, min(chunk.end, chunk.request.num_prompt_tokens) - chunk.start
+            )
+            if sampled is None:
+                continue
             self.generated_tokens += 1
             updates.append(self._advance(chunk.request, sampled, ended))
         return updates

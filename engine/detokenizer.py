@@ -199,6 +199,7 @@ class Detokenizer:
     What `push` returns is final. Held back are only the bytes of an incomplete character and
     the longest suffix that may still become a stop string. Not thread-safe.
 
+    :param min_tokens: the text of the first so many tokens is no part of a stop string.
     :ivar stop_reason: the stop string that ended the text, if one did.
     :ivar num_tokens: tokens taken so far, up to and with the one that completed the stop
         string; those that were pushed after it are ignored.
@@ -207,6 +208,7 @@ class Detokenizer:
     __slots__ = (
         "_held",
         "_include_stop",
+        "_min_tokens",
         "_parts",
         "_state",
         "_stop",
@@ -222,7 +224,9 @@ class Detokenizer:
         *,
         stop: StopStrings | None = None,
         include_stop_str_in_output: bool = False,
+        min_tokens: int = 0,
     ) -> None:
+        self._min_tokens = min_tokens
         self._stream = pieces.stream(prompt_token_ids)
         self._stop = stop
         self._include_stop = include_stop_str_in_output
@@ -249,7 +253,10 @@ class Detokenizer:
         shown = []
         for token_id in token_ids:
             self.num_tokens += 1
-            if text := self._stream.add(token_id):
+            text = self._stream.add(token_id)
+            if self.num_tokens <= self._min_tokens:
+                shown.append(text)
+            elif text:
                 shown.append(self._until_stop(self._stop, text))
                 if self.stop_reason is not None:
                     break

@@ -5,8 +5,10 @@ It never waits for a consumer. A stream whose consumer falls too far behind is p
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Literal, Protocol, TypeAlias, TypeVar
@@ -25,7 +27,7 @@ DriverState: TypeAlias = Literal["ready", "draining", "closed", "dead"]
 
 
 class Subscriber(Protocol):
-    """Who gets the updates of a request."""
+    """Who gets the updates of a request. The driver does not keep it alive."""
 
     mailbox: Mailbox
     """Where they are put, as `(subscriber, update)`."""
@@ -50,9 +52,9 @@ class Driver:
         self._commands: list[Callable[[], object]] = []
         self._state: DriverState = "ready"
         self._cause: BaseException | None = None
-        self._terminated = False
+        self._terminated = self._over = False
         self._num_submitted = self._num_submitted_tokens = 0
-        self._subscribers: dict[Request, Subscriber] = {}
+        self._subscribers: dict[Request, weakref.ref[Subscriber]] = {}
         self._finish_interval = 1.0
         self._last_finish = time.monotonic()
         self.num_finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
@@ -84,19 +86,21 @@ class Driver:
         :raises EngineClosedError: if the engine is closing or closed.
         :raises EngineDeadError: if a step has failed.
         """
-        first = requests[0]
+        first, reference = requests[0], weakref.ref(subscriber)
         with self._wake:
-            self._check_open()
+            self.check_open()
             self._check_room(first.num_prompt_tokens)
             self._num_submitted += 1
             self._num_submitted_tokens += first.num_prompt_tokens
 
             def add() -> None:
-                self._num_submitted -= 1
-                self._num_submitted_tokens -= first.num_prompt_tokens
                 for request in requests:
-                    self._subscribers[request] = subscriber
-                    self._core.add(request)
+                    self._subscribers[request] = reference
+                with self._wake:
+                    self._num_submitted -= 1
+                    self._num_submitted_tokens -= first.num_prompt_tokens
+                    for request in requests:
+                        self._core.add(request)
 
             self._commands.append(add)
             self._wake.notify()
@@ -108,8 +112,11 @@ class Driver:
     def resume(self, subscriber: Subscriber, requests: Sequence[Request]) -> None:
         """Let paused requests run again."""
 
+        reference = weakref.ref(subscriber)
+
         def unpause() -> None:
-            subscriber.paused = False
+            if (alive := reference()) is not None:
+                alive.paused = False
             for request in requests:
                 request.paused = False
 
@@ -132,16 +139,21 @@ class Driver:
 
         with self._wake:
             if self._state in ("closed", "dead"):
-                self._check_open()
+                self.check_open()
             self._commands.append(run)
             self._wake.notify()
         return future
 
     def drain(self) -> None:
-        """Take no more requests; the thread ends when those it has are over."""
+        """Take no more requests; the thread ends when those it has are over.
+
+        They run on even if nobody reads them: what is left to generate is bounded, and an end
+        that waits for a consumer might never come.
+        """
         with self._wake:
             if self._state == "ready":
                 self._state = "draining"
+                self._commands.append(self._unpause_all)
             self._wake.notify()
 
     def terminate(self) -> None:
@@ -157,9 +169,12 @@ class Driver:
         self._thread.join(timeout)
         return not self._thread.is_alive()
 
-    # -- checks, under the lock -----------------------------------------------------------
+    def check_open(self) -> None:
+        """Check that requests are taken.
 
-    def _check_open(self) -> None:
+        :raises EngineClosedError: if the engine is closing or closed.
+        :raises EngineDeadError: if a step has failed.
+        """
         if self._state == "dead":
             raise EngineDeadError(
                 f"the engine died of {self._cause!r}; open a new one"
@@ -185,69 +200,83 @@ class Driver:
 
     def _command(self, command: Callable[[], object]) -> None:
         with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+            if not self._over:
+                self._commands.append(command)
+                self._wake.notify()
 
     def _run(self) -> None:
+        cause: BaseException | None = None
         try:
             self._loop()
         except BaseException as error:
             cause = error
-            with self._wake:
-                self._cause, self._state = cause, "dead"
-            self._fail_all(lambda: _died_of(cause))
-        else:
-            with self._wake:
-                self._state = "closed"
-            self._fail_all(lambda: EngineClosedError("the engine was closed"))
-        finally:
-            self._core.runner.close()
-            with self._wake:
-                # A command that came too late must still answer whoever waits for it.
-                commands, self._commands = self._commands, []
-            for command in commands:
-                command()
-            self._fail_all(lambda: EngineClosedError("the engine was closed"))
+        with self._wake:
+            self._cause, self._state = cause, "closed" if cause is None else "dead"
+            self._over = True
+            commands, self._commands = self._commands, []
+        # Each of these runs whatever the others raise, for somebody waits for it.
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._core.runner.close)
+            stack.callback(self._fail_all, cause)
+            for command in reversed(commands):
+                stack.callback(command)
 
     def _loop(self) -> None:
         core, busy = self._core, False
-        while True:
-            with self._wake:
-                if not busy and not self._commands and not self._terminated:
-                    if self._state == "draining" and not core.scheduler.has_requests:
-                        return
-                    self._wake.wait(core.next_expiry())
-                if self._terminated:
-                    return
-                commands, self._commands = self._commands, []
-                for command in commands:
-                    command()
-            updates = core.expire()
+        while self._obey(busy):
             num_steps = core.num_steps
+            updates = core.expire()
             updates += core.step()
             busy = core.num_steps > num_steps
             self._deliver(updates)
+
+    def _obey(self, busy: bool) -> bool:
+        """Carry out commands; if not `busy`, wait for one. False when it is time to end."""
+        with self._wake:
+            if not busy and not self._commands and not self._terminated:
+                if self._state == "draining" and not self._core.scheduler.has_requests:
+                    return False
+                self._wake.wait(self._core.next_expiry())
+            if self._terminated:
+                return False
+            commands, self._commands = self._commands, []
+        # Without the lock: a mailbox has one too, and whoever holds that may be made to call
+        # us at any moment, by a stream that is garbage-collected.
+        for command in commands:
+            command()
+        return True
 
     def _abort(self, requests: Sequence[Request]) -> None:
         updates = [self._core.abort(request) for request in requests]
         self._deliver([update for update in updates if update is not None])
 
-    def _fail_all(self, make_error: Callable[[], Exception]) -> None:
-        updates = [
-            self._core.abort(request, make_error())
-            or Update(request, Delta("", (), request.index, None, "error"), make_error())
-            for request in list(self._subscribers)
-        ]
-        self._deliver(updates)
+    def _unpause_all(self) -> None:
+        for request in self._subscribers:
+            request.paused = False
+
+    def _fail_all(self, cause: BaseException | None) -> None:
+        updates = {
+            request: Update(request, Delta("", (), request.index, None, "error"), _ended_by(cause))
+            for request in self._subscribers
+        }
+        try:
+            for request, update in updates.items():
+                self._core.abort(request, update.error)
+        finally:
+            # Whatever state a failed step has left the core in, nobody is left waiting.
+            self._deliver(list(updates.values()))
 
     def _deliver(self, updates: Sequence[Update]) -> None:
         letters: dict[Mailbox, list[tuple[Subscriber, Update]]] = {}
         for update in updates:
-            subscriber = self._subscribers.get(update.request)
-            if subscriber is None:
+            reference = self._subscribers.get(update.request)
+            if reference is None:
                 continue
             if update.finished:
                 self._note_finish(update)
+            subscriber = reference()
+            if subscriber is None:
+                continue  # dropped just now; its abort is under way
             subscriber.num_sent += len(update.delta.token_ids)
             letters.setdefault(subscriber.mailbox, []).append((subscriber, update))
             self._pause_if_behind(subscriber, update.request)
@@ -264,6 +293,8 @@ class Driver:
 
     def _pause_if_behind(self, subscriber: Subscriber, request: Request) -> None:
         limit = self._core.config.stream_buffer_tokens
+        if self._state != "ready":
+            return
         if subscriber.num_sent - subscriber.num_read >= limit:
             request.paused = subscriber.paused = True
             # The consumer may have read all while this was decided, and will not look again.
@@ -272,15 +303,21 @@ class Driver:
 
     def _abandon(self, mailbox: Mailbox) -> None:
         """The event loop is closed: nobody will ever read these streams."""
-        gone = [r for r, s in self._subscribers.items() if s.mailbox is mailbox]
+        gone = [
+            request
+            for request, reference in self._subscribers.items()
+            if (subscriber := reference()) is not None and subscriber.mailbox is mailbox
+        ]
         for request in gone:
             update = self._core.abort(request)
             if update is not None:
                 self._note_finish(update)
 
 
-def _died_of(cause: BaseException) -> EngineDeadError:
+def _ended_by(cause: BaseException | None) -> EngineDeadError | EngineClosedError:
     """A fresh one for each stream: raising one object in many tasks would mix their tracebacks."""
+    if cause is None:
+        return EngineClosedError("the engine was closed while the request ran; open a new one")
     error = EngineDeadError(f"a step of the engine failed: {cause!r}")
     error.__cause__ = cause
     return error

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 import secrets
+import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import anyio.to_thread
@@ -32,6 +34,8 @@ from .stream import Stream, open_letters
 from .text import Tokenizer
 
 __all__ = ["Engine", "Health", "Statistics"]
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +115,28 @@ class _Opening:
             await self._engine.__aexit__(kind, error, traceback)
 
     async def _open(self) -> Engine:
-        # Abandoned on cancellation: what it has loaded by then is dropped when it returns.
-        loaded = await anyio.to_thread.run_sync(
-            self._source.load, self._config, abandon_on_cancel=True
-        )
-        return Engine(loaded, self._config)
+        loaded: list[LoadedModel] = []
+        abandoned = threading.Event()
+
+        def load() -> None:
+            loaded.append(self._source.load(self._config))
+            if abandoned.is_set():
+                close()
+
+        def close() -> None:
+            # Both sides may come here at once; popping lets one of them have it.
+            with contextlib.suppress(IndexError):
+                loaded.pop().runner.close()
+
+        try:
+            await anyio.to_thread.run_sync(load, abandon_on_cancel=True)
+            engine = Engine(loaded[0], self._config)
+        except BaseException:
+            # Cancelled, mostly: loading cannot be interrupted, but nobody will want the result.
+            abandoned.set()
+            close()
+            raise
+        return engine
 
 
 class Engine:
@@ -229,11 +250,15 @@ class Engine:
         EngineClosedError or EngineDeadError.
         """
         params = params if params is not None else SamplingParams()
+        if not isinstance(params, SamplingParams):
+            raise InvalidParamsError("params", params, "a SamplingParams, or None")
         params.check_vocab(self._loaded.vocab_size)
         if isinstance(priority, bool) or not isinstance(priority, int):
             raise InvalidParamsError("priority", priority, "an integer; lower goes first")
         if not isinstance(namespace, str):
             raise InvalidParamsError("namespace", namespace, "a string")
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidParamsError("request_id", request_id, "a string, or None")
         if request_id is None:
             request_id = f"req-{self._id_prefix}-{next(self._ids)}"
         elif (known := self._streams.get(request_id)) is not None and not known.ended:
@@ -270,8 +295,10 @@ class Engine:
         """Tokenize off the event loop; `stream` takes the result.
 
         :raises InvalidParamsError: if it is no valid prompt.
+        :raises EngineClosedError: if the engine is closing or closed.
+        :raises EngineDeadError: if a step has failed.
         """
-        return await run_in(self._encoders, self.tokenizer.tokenize, prompt)
+        return await self._run_in_encoder(self.tokenizer.tokenize, prompt)
 
     def abort(self, request_id: str) -> bool:
         """End a running request; its stream ends with finish reason "abort".
@@ -354,7 +381,7 @@ class Engine:
     ) -> list[Request]:
         def prepare() -> list[Request]:
             tokenized = self.tokenizer.tokenize(prompt)
-            bad_words = _bad_word_ids(self.tokenizer, params.bad_words or ())
+            bad_words = self.tokenizer.bad_word_ids(params.bad_words or ())
             timeline.tokenized = time.monotonic_ns()
             max_tokens = self._check_fits(tokenized, params)
             seed = self._random.getrandbits(63) if params.seed is None else params.seed
@@ -376,6 +403,7 @@ class Engine:
                         stop=params.stop or (),
                         include_stop_str_in_output=params.include_stop_str_in_output,
                         skip_special_tokens=params.skip_special_tokens,
+                        min_tokens=params.min_tokens,
                     ),
                     index=index,
                     leader=requests[0] if requests else None,
@@ -385,7 +413,16 @@ class Engine:
                 requests.append(request)
             return requests
 
-        return await run_in(self._encoders, prepare)
+        return await self._run_in_encoder(prepare)
+
+    async def _run_in_encoder(self, function: Callable[..., T], *args: Any) -> T:
+        self._driver.check_open()
+        try:
+            return await run_in(self._encoders, function, *args)
+        except (RuntimeError, CancelledError):
+            # What the pool raises if it is shut down before, or while, this waits for its turn.
+            self._driver.check_open()
+            raise
 
     def _check_fits(self, prompt: TokenizedPrompt, params: SamplingParams) -> int:
         """How many tokens may be generated.
@@ -428,13 +465,6 @@ class Engine:
         future.add_done_callback(lambda _: loop.post(done.set))
         await done.wait()
         future.result()
-
-
-def _bad_word_ids(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """Each word as tokens, at the start of a text and after a space: these differ."""
-    forms = (form for word in words for form in (word, " " + word.lstrip()))
-    ids = (tuple(tokenizer.encode(form, add_special_tokens=False)) for form in forms)
-    return tuple(dict.fromkeys(ids))
 
 
 def _terminate(driver: Driver, encoders: ThreadPoolExecutor) -> None:

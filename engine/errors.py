@@ -6,6 +6,8 @@ same facts are attributes, so that a program need not parse the text.
 
 from __future__ import annotations
 
+import reprlib
+
 __all__ = [
     "EngineClosedError",
     "EngineDeadError",
@@ -32,7 +34,7 @@ class InvalidParamsError(RagserveError, ValueError):
     """
 
     def __init__(self, parameter: str, value: object, allowed: str) -> None:
-        super().__init__(f"{parameter}={value!r} is not valid: {allowed}")
+        super().__init__(f"{parameter}={reprlib.repr(value)} is not valid: {allowed}")
         self.parameter = parameter
         self.value = value
         self.allowed = allowed

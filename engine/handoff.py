@@ -22,6 +22,9 @@ class EventLoop(Protocol):
     def post(self, callback: Callable[[], object]) -> bool:
         """Run `callback` in the loop soon; False if the loop is closed."""
 
+    def is_closed(self) -> bool:
+        """Whether it will never run anything again."""
+
     @property
     def key(self) -> object:
         """Equal for the same loop."""
@@ -38,6 +41,9 @@ class _AsyncioLoop:
             return False
         return True
 
+    def is_closed(self) -> bool:
+        return self.key.is_closed()
+
 
 class _TrioLoop:
     def __init__(self, trio: Any) -> None:
@@ -50,6 +56,18 @@ class _TrioLoop:
         except self._finished:
             return False
         return True
+
+    def is_closed(self) -> bool:
+        # A token cannot be asked; however often this is posted, it waits once.
+        try:
+            self.key.run_sync_soon(_do_nothing, idempotent=True)
+        except self._finished:
+            return True
+        return False
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def current_event_loop() -> EventLoop:
@@ -82,12 +100,16 @@ class Mailbox:
         with self._lock:
             if self._closed:
                 return False
-            wake = not self._letters
-            self._letters.extend(letters)
-            if wake and not self._loop.post(self._deliver):
-                self._closed = True
+            # Letters that lie here unopened: it is busy, or was closed before it came to them.
+            if self._letters:
+                self._closed = self._loop.is_closed()
+            else:
+                self._closed = not self._loop.post(self._deliver)
+            if self._closed:
                 self._letters.clear()
-        return not self._closed
+                return False
+            self._letters.extend(letters)
+        return True
 
     def _deliver(self) -> None:
         with self._lock:
@@ -110,4 +132,7 @@ async def run_in(executor: Executor, function: Callable[..., T], *args: Any) -> 
     except BaseException:
         future.cancel()
         raise
-    return future.result()
+    try:
+        return future.result()
+    finally:
+        del future  # or its exception would hold this frame, and the frame the exception

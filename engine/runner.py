@@ -9,10 +9,9 @@ from ragserve import kernels
 
 from .kv_cache import KVCache
 from .models import DecoderModel
-from .outputs import TokenLogprob
 from .request import Request
-from .sampler import Sampler, SamplingState
-from .scheduler import SampledToken, ScheduledChunk, StepPlan, StepResult
+from .sampler import InvalidLogitsError, Sampler, SamplingState
+from .scheduler import ScheduledChunk, StepPlan, StepResult
 
 __all__ = ["ModelRunner"]
 
@@ -52,7 +51,10 @@ class ModelRunner:
             [t for c in plan.chunks for t in c.request.tokens(c.start, c.end)], dtype=torch.int64
         )
         attention = kernels.plan_attention(
-            batch, block_size=cache.block_size, scale=config.attention_scale
+            batch,
+            block_size=cache.block_size,
+            num_kv_heads=config.num_kv_heads,
+            scale=config.attention_scale,
         )
 
         def attend(
@@ -63,9 +65,10 @@ class ModelRunner:
             )
 
         hidden = model.forward(token_ids, batch.positions, attend)
-        return StepResult(
-            self._sample(model, plan, batch, hidden), self._prompt_logprobs(model, plan, hidden)
-        )
+        result = StepResult([None] * len(plan.chunks))
+        self._sample(model, plan, batch, hidden, result)
+        self._prompt_logprobs(model, plan, hidden, result)
+        return result
 
     def _sample(
         self,
@@ -73,32 +76,41 @@ class ModelRunner:
         plan: StepPlan,
         batch: kernels.PagedBatch,
         hidden: torch.Tensor,
-    ) -> list[SampledToken | None]:
-        sampled: list[SampledToken | None] = [None] * len(plan.chunks)
+        result: StepResult,
+    ) -> None:
         chosen = [index for index, chunk in enumerate(plan.chunks) if chunk.sample]
         if not chosen:
-            return sampled
+            return
         rows = torch.tensor([batch.query_starts[index + 1] - 1 for index in chosen])
         logits = model.logits(hidden[rows])
         states = [_sampling_state(plan.chunks[index].request) for index in chosen]
-        for index, token in zip(chosen, self._sampler(logits, states), strict=True):
-            sampled[index] = token
-        return sampled
+        try:
+            tokens = self._sampler(logits, states)
+        except InvalidLogitsError as error:
+            # The broken rows fail; the others are sampled again, with the same outcome.
+            for row in error.rows:
+                result.errors[chosen[row]] = InvalidLogitsError([row])
+            good = [row for row in range(len(chosen)) if chosen[row] not in result.errors]
+            chosen = [chosen[row] for row in good]
+            tokens = self._sampler(logits[good], [states[row] for row in good]) if good else []
+        for index, token in zip(chosen, tokens, strict=True):
+            result.sampled[index] = token
 
     def _prompt_logprobs(
-        self, model: DecoderModel, plan: StepPlan, hidden: torch.Tensor
-    ) -> dict[int, list[TokenLogprob]]:
-        result: dict[int, list[TokenLogprob]] = {}
+        self, model: DecoderModel, plan: StepPlan, hidden: torch.Tensor, result: StepResult
+    ) -> None:
         offset = 0
         for index, chunk in enumerate(plan.chunks):
             targets = _prompt_targets(chunk)
             if targets:
                 logits = model.logits(hidden[offset : offset + len(targets)])
-                result[index] = self._sampler.prompt_logprobs(
-                    logits, targets, chunk.request.params.prompt_logprobs or 0
-                )
+                try:
+                    result.prompt_logprobs[index] = self._sampler.prompt_logprobs(
+                        logits, targets, chunk.request.params.prompt_logprobs or 0
+                    )
+                except InvalidLogitsError as error:
+                    result.errors[index] = error
             offset += chunk.num_tokens
-        return result
 
 
 def _prompt_targets(chunk: ScheduledChunk) -> list[int]:

@@ -25,11 +25,9 @@ leave nothing (`allowed_token_ids` holds only stop tokens before `min_tokens`, s
 from __future__ import annotations
 
 import math
-import secrets
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,13 +37,12 @@ from ragserve.kernels import philox
 
 from .outputs import TokenLogprob
 from .sampling import SamplingParams
+from .scheduler import SampledToken
 
 __all__ = [
     "InvalidLogitsError",
-    "SampledToken",
     "Sampler",
     "SamplingState",
-    "choice_seeds",
 ]
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -70,19 +67,12 @@ class InvalidLogitsError(RuntimeError):
         self.rows = tuple(rows)
 
 
-class SampledToken(NamedTuple):
-    """One chosen token, with its log-probability if asked for."""
-
-    token_id: int
-    logprob: TokenLogprob | None
-
-
 @dataclass(slots=True)
 class SamplingState:
     """What sampling has to know of one sequence.
 
     :param params: the request's parameters; token ids are below the vocabulary's size.
-    :param seed: the sequence's own, see `choice_seeds`.
+    :param seed: the sequence's own.
     :param output_token_ids: the tokens so far, kept by the scheduler; it only ever grows.
     :param eos_token_ids: the model's end-of-sequence tokens.
     :param bad_word_ids: `params.bad_words`, tokenized.
@@ -206,15 +196,6 @@ class _History:
         self._counted = len(output_token_ids)
 
 
-def choice_seeds(params: SamplingParams) -> tuple[int, ...]:
-    """Seeds of a request's `n` sequences: all different, the first `params.seed` itself.
-
-    Without a seed, the first is drawn from the operating system.
-    """
-    first = secrets.randbits(63) if params.seed is None else params.seed
-    return tuple(philox.derive_seed(first, index) for index in range(params.n))
-
-
 class Sampler:
     """Chooses the next token of many sequences.
 
@@ -241,8 +222,7 @@ class Sampler:
             return []
         logits = logits.detach()
         token_ids, largest = _argmax(logits)
-        self._refuse(i for i, value in enumerate(largest) if not math.isfinite(value))
-
+        broken = [i for i, value in enumerate(largest) if not math.isfinite(value)]
         random = [i for i, state in enumerate(states) if not state.params.is_greedy]
         uniforms: dict[int, float] = {}
         if random:
@@ -251,9 +231,8 @@ class Sampler:
                 [len(states[i].output_token_ids) for i in random],
             )
             uniforms = dict(zip(random, numbers.tolist(), strict=True))
-        empty: list[int] = []
         for i, state in enumerate(states):
-            if not state._has_edits and i not in uniforms:
+            if not math.isfinite(largest[i]) or not (state._has_edits or i in uniforms):
                 continue
             row = logits[i]
             if state._has_edits:
@@ -261,13 +240,13 @@ class Sampler:
                 state._edit(row)
                 (token_ids[i],), (largest[i],) = _argmax(row[None])
                 if not math.isfinite(largest[i]):
-                    empty.append(i)
+                    broken.append(i)
                     continue
             if i in uniforms:
                 # From the largest down, so that no temperature can overflow upwards.
                 scaled = (row - largest[i]).div_(state.params.temperature)
                 token_ids[i] = _draw(scaled, state.params, uniforms[i])
-        self._refuse(empty)
+        self._refuse(sorted(broken))
 
         result = []
         for i, (token_id, state) in enumerate(zip(token_ids, states, strict=True)):
@@ -351,11 +330,9 @@ def _draw(scaled: Tensor, params: SamplingParams, uniform: float) -> int:
         last = min(int(torch.searchsorted(mass, params.top_p * total)), len(mass) - 1)
         weights.masked_fill_(weights < ordered[last], 0.0)
     mass = weights.cumsum(0, dtype=torch.float64)
-    total = mass[-1].item()
-    # Below the total even after rounding: then the first sum above it is one that just grew,
-    # which a token of weight zero never does.
-    target = min(uniform * total, math.nextafter(total, 0.0))
-    index = int(torch.searchsorted(mass, target, right=True))
+    # uniform is at most 1 - 2^-53, so the product rounds to less than the last sum; and the first
+    # sum above it is one that just grew, which it never does at a token of weight zero.
+    index = int(torch.searchsorted(mass, uniform * mass[-1], right=True))
     return index if ids is None else int(ids[index])
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from .block_pool import BlockPool
@@ -23,7 +23,8 @@ from .request import Chunk, Request, RequestState
 __all__ = ["SampledToken", "ScheduledChunk", "Scheduler", "StepPlan", "StepResult"]
 
 _ADMISSION_SCAN = 32
-"""Waiting requests looked at per step: enough to pass a few long prompts, and bounded."""
+"""Waiting requests, of those that could run, looked at per step: enough to pass a few long
+prompts, and bounded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +72,12 @@ class StepResult:
     :param sampled: one per chunk of the plan, None where the chunk was not to be sampled.
     :param prompt_logprobs: by index of the chunk, for the prompt tokens after each of its
         positions, where asked for.
+    :param errors: by index of the chunk, what went wrong with that sequence alone.
     """
 
-    sampled: Sequence[SampledToken | None]
+    sampled: list[SampledToken | None]
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    errors: dict[int, Exception] = field(default_factory=dict)
 
 
 class Scheduler:
@@ -89,13 +92,18 @@ class Scheduler:
         """Sorted by (priority, arrival)."""
         self.running: list[Request] = []
         """In order of admission."""
-        self.num_queued = 0
-        """Requests (not choices) that have never been started."""
+        self.queued: set[Request] = set()
+        """Requests that have never been started; of one with choices, the leader stands for all."""
         self.num_queued_tokens = 0
         """Their prompt tokens."""
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
+
+    @property
+    def num_queued(self) -> int:
+        """Requests (not choices) that have never been started."""
+        return len(self.queued)
 
     @property
     def has_requests(self) -> bool:
@@ -105,7 +113,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request, behind its equals."""
         request.order = next(self._order)
-        self._count_queued(request, 1)
+        if request.leader is None:
+            self._enqueue(request)
         bisect.insort(self.waiting, request, key=lambda r: r.sort_key)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -119,11 +128,12 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.timeline.finished = request.stamp()
-        if request.timeline.first_scheduled is None:
-            self._count_queued(request, -1)
         self._release(request)
+        was_queued = self._dequeue(request)
         if request.num_computed < request.num_prompt_tokens:
-            self._elect_leader(request)
+            leader = self._elect_leader(request)
+            if was_queued and leader is not None:
+                self._enqueue(leader)
 
     def schedule(self) -> StepPlan:
         """Plan the next step and hold the blocks it needs. Empty if nothing can run."""
@@ -137,6 +147,8 @@ class Scheduler:
             if request.num_to_compute != 1:
                 continue
             while not self._grow(request, request.num_tokens):
+                if len(self.running) == 1 and self._release_holder(request):
+                    continue
                 victim = self._victim()
                 budget += planned.pop(victim, 0)
                 self._preempt(victim)
@@ -217,10 +229,16 @@ class Scheduler:
         """Every request that has not ended."""
         return itertools.chain(self.running, self.waiting)
 
-    def _count_queued(self, request: Request, sign: int) -> None:
-        if request.index == 0:
-            self.num_queued += sign
-            self.num_queued_tokens += sign * request.num_prompt_tokens
+    def _enqueue(self, request: Request) -> None:
+        self.queued.add(request)
+        self.num_queued_tokens += request.num_prompt_tokens
+
+    def _dequeue(self, request: Request) -> bool:
+        if request not in self.queued:
+            return False
+        self.queued.remove(request)
+        self.num_queued_tokens -= request.num_prompt_tokens
+        return True
 
     # -- blocks ---------------------------------------------------------------------------
 
@@ -278,12 +296,14 @@ class Scheduler:
         Long ones are appended to `long` rather than planned.
         """
         left = budget
-        seats = self._config.max_num_seqs - len(self.running)
-        for request in self.waiting[:_ADMISSION_SCAN]:
+        # A paused request gives up its seat: a slow consumer must not hold up the others.
+        seats = self._config.max_num_seqs - sum(not r.paused for r in self.running)
+        if seats <= 0:
+            return 0
+        ready = (r for r in self.waiting if not r.paused and r.leader is None)
+        for request in list(itertools.islice(ready, _ADMISSION_SCAN)):
             if left <= 0 or seats <= 0:
                 break
-            if request.paused or request.leader is not None:
-                continue
             shared = request.blocks or self._find_prefix(request)
             cached = request.layout.start(len(shared))
             is_long = request.num_tokens - cached > self._config.long_threshold
@@ -294,9 +314,11 @@ class Scheduler:
             if request.timeline.first_scheduled is None:
                 request.timeline.first_scheduled = request.stamp()
                 request.timeline.cached_tokens = cached
+            if self._dequeue(request):
                 self.prefix_query_tokens += request.num_prompt_tokens
                 self.prefix_hit_tokens += cached
-                self._count_queued(request, -1)
+            if len(self.running) == self._config.max_num_seqs:
+                self._preempt(self._victim())
             self.waiting.remove(request)
             self.running.append(request)
             request.state = RequestState.RUNNING
@@ -331,17 +353,25 @@ class Scheduler:
             if self._pool.num_available - idle - missing >= reserve:
                 break
             paused = next((r for r in reversed(self.running) if r.paused), None)
-            holder = next((r for r in self.waiting if r.blocks and r is not request), None)
             if paused is not None:
                 self._preempt(paused)
-            elif holder is not None and not self.running:
-                self._release(holder)  # a shared prompt that it must find again, or recompute
-            else:
+            elif self.running or not self._release_holder(request):
                 return False
         if not held_already:
             self._pool.acquire(shared)
             request.blocks = list(shared)
         return self._grow(request, request.num_tokens)
+
+    def _release_holder(self, request: Request) -> bool:
+        """Take a shared prompt from another that only waits; False if none has one.
+
+        It must find it again, or recompute it. The last resort: for who has the rest of the
+        pool for itself.
+        """
+        holder = next((r for r in self.waiting if r.blocks and r is not request), None)
+        if holder is not None:
+            self._release(holder)
+        return holder is not None
 
     # -- choices of one prompt ------------------------------------------------------------
 
@@ -354,8 +384,9 @@ class Scheduler:
                 request.blocks = leader.blocks[:usable]
                 self._pool.acquire(request.blocks)
 
-    def _elect_leader(self, gone: Request) -> None:
-        """A leader ended before its prompt was computed: the next choice computes it."""
+    def _elect_leader(self, gone: Request) -> Request | None:
+        """A leader ended before its prompt was computed: the next choice, if any, computes it."""
         followers = [r for r in self.waiting if r.leader is gone]
         for request in followers:
             request.leader = None if request is followers[0] else followers[0]
+        return followers[0] if followers else None

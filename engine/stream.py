@@ -75,6 +75,7 @@ class Stream:
         self._timeline = Timeline()
         self._started = False
         self._closed = False
+        self._aborted = False
         self._error: Exception | None = None
         self._received: list[_Pending] = []
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
@@ -141,9 +142,11 @@ class Stream:
 
         From any thread. Says whether there was something to end.
         """
-        if not self._requests or self.ended:
+        if not self._started or self.ended:
             return False
-        self._driver.abort(self._requests)
+        self._aborted = True  # before looking, so that a start under way sees it or is seen
+        if self._requests:
+            self._driver.abort(self._requests)
         return True
 
     @property
@@ -212,7 +215,7 @@ class Stream:
             self._waiter.set()
 
     async def _start(self) -> None:
-        if self._started:
+        if self._started or self._closed:
             return
         self._started = True
         self._timeline.arrived = time.monotonic_ns()
@@ -223,10 +226,14 @@ class Stream:
             self.mailbox = self._make_mailbox()
             self._received = [_Pending() for _ in requests]
             self._driver.submit(requests, self)
-        except BaseException:
+        except BaseException as error:
             self._closed = True
+            if isinstance(error, Exception):
+                self._error = error  # entered once more, it must not look like an empty answer
             raise
         self._requests = requests
+        if self._aborted:
+            self._driver.abort(requests)
 
     def _close(self) -> None:
         """Synchronous and idempotent: cancellation cannot interrupt it."""

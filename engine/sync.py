@@ -12,7 +12,7 @@ import anyio
 from anyio.from_thread import start_blocking_portal
 
 from .engine import Engine, Statistics
-from .errors import InvalidParamsError
+from .errors import EngineClosedError, InvalidParamsError
 from .loading import ModelSource
 from .outputs import Completion
 from .prompt import Prompt, PromptLike
@@ -90,6 +90,7 @@ class LLM:
         :param params: for all, or a list with one for each.
         :param use_tqdm: show a progress bar on standard error.
         :returns: one completion, or a list in the order of the prompts.
+        :raises EngineClosedError: if it was closed.
         :raises InvalidParamsError: for lists of different lengths, or what a prompt makes
             `Engine.generate` raise; the other prompts of the list are ended then.
         """
@@ -101,7 +102,14 @@ class LLM:
             each = list(params)
         else:
             raise InvalidParamsError("params", len(params), f"one for each of {len(batch)} prompts")
-        completions = self._portal.call(self._generate, batch, each, use_tqdm)
+        if self._engine.health().status == "closed":
+            raise EngineClosedError("the engine is closed; open a new one")
+        future = self._portal.start_task_soon(self._generate, batch, each, use_tqdm)
+        try:
+            completions = future.result()
+        except BaseException:
+            future.cancel()  # Ctrl-C ends what runs, too
+            raise
         return completions if many else completions[0]
 
     def statistics(self) -> Statistics:

@@ -11,7 +11,7 @@ import itertools
 import json
 import operator
 import queue
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -142,6 +142,12 @@ class Tokenizer:
         """Whether chat messages are understood."""
         return bool(self._hf.chat_template)
 
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Texts that encoding turns into a control token wherever they are written."""
+        added = self._hf.added_tokens_decoder.values()
+        return frozenset(token.content for token in added if token.special)
+
     def check_model(self, vocab_size: int) -> None:
         """Check that the model knows every id that this tokenizer produces.
 
@@ -191,18 +197,27 @@ class Tokenizer:
         stop: Sequence[str] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
     ) -> Detokenizer:
         """A `Detokenizer` for one sequence that continues `prompt_token_ids`.
 
         :param stop: non-empty strings; the text ends at the first that is complete.
         :param include_stop_str_in_output: end the text after the stop string, not before it.
+        :param min_tokens: look for stop strings only in the text after so many tokens.
         """
         return Detokenizer(
             self._pieces[skip_special_tokens],
             prompt_token_ids,
             stop=StopStrings(stop) if stop else None,
             include_stop_str_in_output=include_stop_str_in_output,
+            min_tokens=min_tokens,
         )
+
+    def bad_word_ids(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Each word as token ids, at the start of a text and after a space: these differ."""
+        forms = (form for word in words for form in (word, " " + word.lstrip()))
+        ids = (tuple(self.encode(form, add_special_tokens=False)) for form in forms)
+        return tuple(dict.fromkeys(ids))
 
     def apply_chat_template(
         self,

@@ -25,14 +25,17 @@ __all__ = [
 ]
 
 
-def plan_attention(batch: PagedBatch, *, block_size: int, scale: float) -> Attention:
+def plan_attention(
+    batch: PagedBatch, *, block_size: int, num_kv_heads: int, scale: float
+) -> Attention:
     """Prepare attention over the paged pool for one step; call the result once per layer.
 
     :param batch: the step's sequences.
     :param block_size: slots per block.
+    :param num_kv_heads: heads of keys and values.
     :param scale: factor of the scores, usually 1 / sqrt(head_dim).
     """
-    return GatherAttention(batch, block_size=block_size, scale=scale)
+    return GatherAttention(batch, block_size=block_size, num_kv_heads=num_kv_heads, scale=scale)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

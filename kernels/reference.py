@@ -6,10 +6,15 @@ over speed.
 
 from __future__ import annotations
 
+import bisect
+import itertools
+
 import torch
 from torch import Tensor
 
-__all__ = ["apply_rope", "rms_norm", "silu_and_mul"]
+from .paging import KVLayer, PagedBatch
+
+__all__ = ["apply_rope", "paged_attention", "rms_norm", "silu_and_mul"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -50,3 +55,38 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     half = gate_up.shape[-1] // 2
     gate, up = gate_up[..., :half].float(), gate_up[..., half:].float()
     return gate / (1 + torch.exp(-gate)) * up
+
+
+def paged_attention(
+    query: Tensor, cache: KVLayer, batch: PagedBatch, *, scale: float, window: int | None = None
+) -> Tensor:
+    """Causal attention (Vaswani et al., arXiv 1706.03762) over a paged pool (Kwon et al., arXiv
+    2309.06180), with groups of query heads on one KV head (Ainslie et al., arXiv 2305.13245).
+
+    Reads the slots that hold the positions a token sees, and no others.
+
+    :param query: `[tokens, num_heads, head_dim]`, tokens as `batch` lays them out.
+    :param cache: the layer's pool, with the step's own keys and values stored in it.
+    :param scale: factor of the scores.
+    :param window: positions that a token sees at most, its own included; None sees all.
+    """
+    output = torch.empty(query.shape, dtype=torch.float32)
+    grouped = query.shape[1] // cache.keys.shape[1]
+    for s, (start, end) in enumerate(itertools.pairwise(batch.query_starts)):
+        for t in range(start, end):
+            position = int(batch.positions[t])
+            first = 0 if window is None else max(0, position - window + 1)
+            seen = [_locate(batch, s, p) for p in range(first, position + 1)]
+            keys = torch.stack([cache.keys[b, :, i] for b, i in seen], dim=1).float()
+            values = torch.stack([cache.values[b, :, i] for b, i in seen], dim=1).float()
+            for head in range(query.shape[1]):
+                scores = keys[head // grouped] @ query[t, head].float() * scale
+                output[t, head] = torch.softmax(scores, dim=0) @ values[head // grouped]
+    return output
+
+
+def _locate(batch: PagedBatch, sequence: int, position: int) -> tuple[int, int]:
+    """Where the token at `position` of a sequence is stored: block, and slot in it."""
+    starts = batch.block_starts[sequence].tolist()
+    index = bisect.bisect_right(starts, position) - 1
+    return int(batch.block_tables[sequence, index]), position - starts[index]

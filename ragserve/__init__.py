@@ -1,5 +1,163 @@
-"""ragserve."""
+"""Retrieval-augmented generation inside your own process, one trace per answer.
+
+    import ragserve as rs
+
+    async with rs.Engine.open("HuggingFaceTB/SmolLM2-135M-Instruct") as engine:
+        async with engine.stream("Why is the sky blue?") as stream:
+            async for delta in stream:
+                print(delta.text, end="", flush=True)
+
+Names are imported when they are first used, so `import ragserve` is fast and needs none of
+torch, transformers, faiss, sentence-transformers or OpenTelemetry.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
 
 from ._version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from .documents import Chunk, Document, TokenSplitter
+    from .embedding import (
+        Embedder,
+        EmbedderClosedError,
+        EmbeddingError,
+        SentenceTransformerEmbedder,
+    )
+    from .engine import (
+        LLM,
+        Choice,
+        Completion,
+        Delta,
+        Engine,
+        EngineClosedError,
+        EngineConfig,
+        EngineDeadError,
+        FinishReason,
+        Health,
+        InvalidParamsError,
+        ModelLoadError,
+        OutOfMemoryError,
+        Prompt,
+        PromptTooLongError,
+        QueueFullError,
+        QueueTimeoutError,
+        RagserveError,
+        SamplingParams,
+        Segment,
+        Statistics,
+        Stream,
+        Timings,
+        TokenLogprob,
+        UnsupportedModelError,
+        Usage,
+    )
+    from .index import (
+        DuplicateChunkError,
+        FaissIndex,
+        IndexLoadError,
+        IndexMismatchError,
+        Retriever,
+        ScoredChunk,
+    )
+    from .pipeline import Answer, AnswerStream, Done, RagPipeline, RagTimings, Retrieved, Source
+    from .prompting import BuiltPrompt, PromptTemplate
+
+__all__ = [
+    "__version__",
+    # the engine
+    "Engine",
+    "EngineConfig",
+    "LLM",
+    "SamplingParams",
+    "Stream",
+    "Prompt",
+    "Segment",
+    "Delta",
+    "Choice",
+    "Completion",
+    "FinishReason",
+    "Health",
+    "Statistics",
+    "Timings",
+    "TokenLogprob",
+    "Usage",
+    # retrieval-augmented generation
+    "Answer",
+    "AnswerStream",
+    "BuiltPrompt",
+    "Chunk",
+    "Document",
+    "Done",
+    "Embedder",
+    "FaissIndex",
+    "PromptTemplate",
+    "RagPipeline",
+    "RagTimings",
+    "Retrieved",
+    "Retriever",
+    "ScoredChunk",
+    "SentenceTransformerEmbedder",
+    "Source",
+    "TokenSplitter",
+    # errors
+    "RagserveError",
+    "DuplicateChunkError",
+    "EmbedderClosedError",
+    "EmbeddingError",
+    "EngineClosedError",
+    "EngineDeadError",
+    "IndexLoadError",
+    "IndexMismatchError",
+    "InvalidParamsError",
+    "ModelLoadError",
+    "OutOfMemoryError",
+    "PromptTooLongError",
+    "QueueFullError",
+    "QueueTimeoutError",
+    "UnsupportedModelError",
+]
+
+_HOME = {
+    "documents": ("Chunk", "Document", "TokenSplitter"),
+    "embedding": (
+        "Embedder",
+        "EmbedderClosedError",
+        "EmbeddingError",
+        "SentenceTransformerEmbedder",
+    ),
+    "index": (
+        "DuplicateChunkError",
+        "FaissIndex",
+        "IndexLoadError",
+        "IndexMismatchError",
+        "Retriever",
+        "ScoredChunk",
+    ),
+    "pipeline": (
+        "Answer",
+        "AnswerStream",
+        "Done",
+        "RagPipeline",
+        "RagTimings",
+        "Retrieved",
+        "Source",
+    ),
+    "prompting": ("BuiltPrompt", "PromptTemplate"),
+}
+_MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{_MODULE_OF.get(name, 'engine')}", __name__)
+    value = getattr(module, name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -12,16 +12,22 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol, TextIO
+from typing import TYPE_CHECKING, Final, Protocol, TextIO, TypeVar
 
 import anyio
 
-from ragserve.engine import Engine, ModelLoadError, SamplingParams, Statistics, cache_directory
+from ragserve.engine import (
+    Delta,
+    Engine,
+    ModelLoadError,
+    SamplingParams,
+    Statistics,
+    cache_directory,
+)
 
 from .documents import Document, TokenSplitter
 from .embedding import SentenceTransformerEmbedder
@@ -34,11 +40,13 @@ if TYPE_CHECKING:
 
 __all__ = ["run"]
 
+_T = TypeVar("_T")
+
 QUESTIONS: Final = (
+    "What does the break statement do?",
+    "How do I delete an item from a list with the del statement?",
     "When is the finally clause of a try statement executed?",
-    "What happens to the else clause of a for loop when break is executed?",
-    "What is the difference between the operators is and ==?",
-    "What does the with statement do with a context manager?",
+    "What is a lambda expression?",
 )
 
 # The stages of an answer in order, and the first word of each one's span.
@@ -81,22 +89,27 @@ async def _run(questions: Sequence[str]) -> None:
     progress = Progress(sys.stderr)
 
     async with SentenceTransformerEmbedder(embedder_folder) as embedder:
-        async with progress.waiting("loading the embedder"):
-            await embedder.load()
+        await progress.during("loading the embedder", embedder.load)
         index = await _index(embedder, embedder_folder, progress)
-        async with progress.waiting("opening the model (the first time, converting it too)"):
-            engine = await Engine.open(model, max_model_len=_MAX_MODEL_LEN)
+        engine = await progress.during(
+            "opening the model (the first time, converting it too)",
+            lambda: Engine.open(model, max_model_len=_MAX_MODEL_LEN),
+        )
         async with engine:
             pipeline = RagPipeline(
                 engine=engine,
                 index=index,
                 top_k=_TOP_K,
                 tracer_provider=provider,
-                params=SamplingParams(max_tokens=160, temperature=0.0),
+                # A model this small repeats itself when it is only greedy.
+                params=SamplingParams(max_tokens=96, temperature=0.0, frequency_penalty=0.3),
             )
             answers = [Answer(i, question) for i, question in enumerate(questions, 1)]
             display = Live(answers, sys.stdout) if sys.stdout.isatty() else Lines(sys.stdout)
-            print(f"\nAsking {len(answers)} question(s) at the same time:")
+            print(
+                "\nThe model is tiny (135 million parameters): see how it works, do not rely on "
+                f"what it says.\nAsking {len(answers)} question(s) at the same time:"
+            )
             for answer in answers:
                 print(f"  [{answer.number}] {answer.question}")
             print(flush=True)
@@ -128,9 +141,9 @@ async def _answer(pipeline: RagPipeline, answer: Answer, display: Display) -> No
         async for event in stream:
             if isinstance(event, Retrieved):
                 answer.sources = event.sources
-            elif text := getattr(event, "text", ""):
-                answer.text += text
-                display.add(answer, text)
+            elif isinstance(event, Delta):
+                answer.text += event.text
+                display.add(answer, event.text)
         answer.trace_id = stream.trace_id or ""
     answer.done = True
     display.add(answer, "")
@@ -231,21 +244,18 @@ class Progress:
         self._stream = stream
         self._rewrites = stream.isatty()
 
-    @asynccontextmanager
-    async def waiting(self, what: str) -> AsyncIterator[None]:
-        """A step of unknown length: the seconds tick on a terminal."""
+    async def during(self, what: str, call: Callable[[], Awaitable[_T]]) -> _T:
+        """Awaits a step of unknown length; on a terminal its seconds tick."""
         started = time.monotonic()
         if not self._rewrites:
             self._write(f"{what} ...\n")
-        ticker = anyio.create_task_group()
-        async with ticker:
+        async with anyio.create_task_group() as tasks:
             if self._rewrites:
-                ticker.start_soon(self._tick, what, started)
-            try:
-                yield
-            finally:
-                ticker.cancel_scope.cancel()
+                tasks.start_soon(self._tick, what, started)
+            result = await call()
+            tasks.cancel_scope.cancel()
         self._done(what, started)
+        return result
 
     def steps(self, what: str) -> Callable[[int, int], None]:
         """A step that is told how much of how much is done."""
@@ -333,7 +343,7 @@ class Live:
         self,
         answers: Sequence[Answer],
         stream: TextIO,
-        size: Callable[[], tuple[int, int]] = lambda: tuple(shutil.get_terminal_size()),
+        size: Callable[[], tuple[int, int]] = shutil.get_terminal_size,
     ) -> None:
         self._answers = answers
         self._stream = stream

@@ -63,6 +63,8 @@ _LINE = re.compile(r"\n\s*+")
 _WORD = re.compile(r"\s++")
 # From the boundary that means most to the one that means least.
 _BOUNDARIES = (_PARAGRAPH, _SENTENCE, _LINE, _WORD)
+_LONG = 8
+"""More characters a token than this: taken for too long without counting."""
 _PIECES = 16
 """Into how many pieces a word that is too long is cut, again and again until they fit."""
 
@@ -150,8 +152,11 @@ class TokenSplitter:
         while True:
             if todo:
                 unit = todo.pop()
-                unit_tokens = self._count(text, unit.start, unit.end)
-                if unit_tokens > self.chunk_tokens:
+                # What is cut for no need is packed together again, and a whole document need
+                # not be tokenized to know that it is long.
+                is_long = unit.end - unit.start > _LONG * self.chunk_tokens
+                unit_tokens = 0 if is_long else self._count(text, unit.start, unit.end)
+                if is_long or unit_tokens > self.chunk_tokens:
                     todo.extend(reversed(self._parts(text, unit)))
                     continue
                 tokens += unit_tokens

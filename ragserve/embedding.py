@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +15,12 @@ import anyio
 import numpy as np
 from numpy.typing import NDArray
 
-from ragserve.engine import InvalidParamsError, ModelLoadError, RagserveError
+from ragserve.engine import (
+    InvalidParamsError,
+    ModelLoadError,
+    RagserveError,
+    current_event_loop,
+)
 
 __all__ = [
     "Embedder",
@@ -314,7 +318,7 @@ class _Job:
         self.kind = kind
         self.finished = False
         self.event = anyio.Event()
-        self._call_soon = _current_loop_call_soon()
+        self._loop = current_event_loop()
         # Texts of like length go together: less padding.
         self._todo = sorted(range(len(texts)), key=lambda row: len(texts[row]))
         self._missing = len(texts)
@@ -347,10 +351,7 @@ class _Job:
             return
         self._error = error
         self.finished = True
-        try:
-            self._call_soon(self.event.set)
-        except RuntimeError:
-            return  # the caller's event loop has ended, and the caller with it
+        self._loop.post(self.event.set)  # if the loop has ended, so has the caller
 
     def result(self) -> Vectors:
         """What came out of it.
@@ -370,20 +371,6 @@ class _Part:
 
     job: _Job
     rows: list[int]
-
-
-def _current_loop_call_soon() -> Callable[[Callable[[], object]], object]:
-    """A function by which any thread may have something called in this event loop."""
-    trio = sys.modules.get("trio")
-    if trio is not None:
-        try:
-            call_soon: Callable[[Callable[[], object]], object]
-            call_soon = trio.lowlevel.current_trio_token().run_sync_soon
-        except RuntimeError:
-            pass  # not in trio
-        else:
-            return call_soon
-    return asyncio.get_running_loop().call_soon_threadsafe
 
 
 def _default_name(model: object) -> str:
@@ -407,7 +394,9 @@ def _load_error(name: str, cause: BaseException) -> ModelLoadError:
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     """Keep transformers from drawing on the application's terminal while it loads."""
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
+
+    logging: Any = transformers_logging  # untyped
 
     if not logging.is_progress_bar_enabled():
         yield

@@ -8,17 +8,14 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, Final, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Final, Protocol, Self, TypeAlias
 
-import anyio
-import anyio.to_thread
 import numpy as np
-from anyio.lowlevel import RunVar
 
-from ragserve.engine import InvalidParamsError, RagserveError
+from ragserve.engine import InvalidParamsError, RagserveError, run_in
 
 from .documents import Chunk, Document, TokenSplitter
 from .embedding import Embedder, Vectors
@@ -32,10 +29,7 @@ __all__ = [
     "Query",
     "Retriever",
     "ScoredChunk",
-    "WorkerThreads",
 ]
-
-T = TypeVar("T")
 
 Query: TypeAlias = str | Vectors
 """What is looked for: a text, or its vector."""
@@ -94,27 +88,6 @@ class Retriever(Protocol):
         """At most `top_k` chunks, the best first."""
 
 
-class WorkerThreads:
-    """Runs functions off the event loop, a bounded number at a time for each loop.
-
-    Separate from the application's default threads, so that neither can use up the other's.
-    """
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        # A limiter belongs to one event loop, and what uses this may serve several.
-        self._limiter: RunVar[anyio.CapacityLimiter] = RunVar("ragserve_worker_threads")
-
-    async def run(self, function: Callable[[], T]) -> T:
-        """The function's result. A cancelled caller is let go when the function has ended."""
-        try:
-            limiter = self._limiter.get()
-        except LookupError:
-            limiter = anyio.CapacityLimiter(self._limit)
-            self._limiter.set(limiter)
-        return await anyio.to_thread.run_sync(function, limiter=limiter)
-
-
 class FaissIndex:
     """Exact search by cosine, in memory: FAISS's IndexFlatIP over vectors of length 1.
 
@@ -134,7 +107,9 @@ class FaissIndex:
         self.splitter = splitter
         self._name = name
         self._lock = threading.Lock()
-        self._threads = WorkerThreads(4)
+        # Its own, so that neither these calls nor the application's can use up the other's threads.
+        # They end when the index is collected.
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="ragserve-index")
         self._vectors: Any = None  # faiss.IndexFlatIP; row i is the vector of chunk i
         self._chunks: list[Chunk] = []
         self._ids: set[str] = set()  # of the chunks, and of those being added
@@ -156,7 +131,7 @@ class FaissIndex:
         """
         folder = Path(path)
         index = cls(embedder, splitter=splitter, name=folder.name if name is None else name)
-        await index._threads.run(partial(index._read, folder))
+        await run_in(index._threads, index._read, folder)
         return index
 
     def __len__(self) -> int:
@@ -189,7 +164,7 @@ class FaissIndex:
         :raises IndexMismatchError: if the embedder's vectors have another length than before.
         """
         items = list(items)
-        chunks = await self._threads.run(partial(self._cut, items))
+        chunks = await run_in(self._threads, self._cut, items)
         addition = self._reserve(chunks)
         try:
             parts: list[Vectors] = []
@@ -199,7 +174,7 @@ class FaissIndex:
                 if progress is not None:
                     progress(start + len(batch), len(chunks))
             if chunks:
-                await self._threads.run(partial(self._append, addition, parts))
+                await run_in(self._threads, self._append, addition, parts)
         finally:
             self._release(addition)
         return len(chunks)
@@ -238,7 +213,7 @@ class FaissIndex:
             vectors = await self.embedder.embed(list(queries), kind="query")
         if not len(vectors):
             return []
-        return await self._threads.run(partial(self._find, vectors, top_k, filter))
+        return await run_in(self._threads, self._find, vectors, top_k, filter)
 
     async def retrieve(
         self, query: Query, *, top_k: int, filter: ChunkFilter | None = None
@@ -258,7 +233,7 @@ class FaissIndex:
         :raises InvalidParamsError: if a chunk's metadata is not JSON.
         :raises OSError: if the folder cannot be written.
         """
-        await self._threads.run(partial(self._write, Path(path)))
+        await run_in(self._threads, self._write, Path(path))
 
     # What follows runs in worker threads.
 
@@ -295,9 +270,8 @@ class FaissIndex:
 
         vectors = np.ascontiguousarray(np.concatenate(parts), dtype=np.float32)
         with self._lock:
-            # A task of asyncio can be torn away from its worker thread: then all is off.
             if not addition.open:
-                return
+                return  # its caller was cancelled meanwhile
             if self._vectors is None:
                 self._vectors = faiss.IndexFlatIP(vectors.shape[1])
             self._check_dimension(vectors.shape[1])
@@ -323,7 +297,9 @@ class FaissIndex:
             if keep is not None:
                 rows = [row for row, chunk in enumerate(self._chunks) if keep(chunk)]
                 count = len(rows)
-                params = faiss.SearchParameters(sel=faiss.IDSelectorBatch(rows))
+                selector = faiss.IDSelectorBatch(np.array(rows, np.int64))
+                # The stubs know the class without the keywords that it takes.
+                params = faiss.SearchParameters(sel=selector)  # type: ignore[call-arg]
             if not count:
                 return [[] for _ in vectors]
             scores, found = self._vectors.search(vectors, min(top_k, count), params=params)
@@ -357,8 +333,8 @@ class FaissIndex:
                 chunks = list(self._chunks)
                 if self._vectors is not None:
                     faiss.write_index(self._vectors, str(vectors_file))
-            with chunks_file.open("w", encoding="ascii") as file:
-                file.writelines(_to_json(chunk) + "\n" for chunk in chunks)
+            with chunks_file.open("w", encoding="ascii") as stream:
+                stream.writelines(_to_json(chunk) + "\n" for chunk in chunks)
             files = [chunks_file, vectors_file] if chunks else [chunks_file]
             meta = {
                 "format": _FORMAT,

@@ -6,7 +6,6 @@ import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
@@ -132,7 +131,7 @@ class PromptTemplate:
         :raises PromptTooLongError: if it is too long without any document.
         :raises InvalidParamsError: if the chat template or a format string cannot be used.
         """
-        special = _special_pattern(tuple(tokenizer.special_tokens))
+        special = _special_pattern(tokenizer.special_tokens)
         documents = [
             _neutralized(self._document(number, scored), special)
             for number, scored in enumerate(retrieved, 1)
@@ -223,8 +222,7 @@ class _Layout(NamedTuple):
     """After the question, up to the answer."""
 
 
-@lru_cache(maxsize=16)
-def _special_pattern(special_tokens: tuple[str, ...]) -> re.Pattern[str] | None:
+def _special_pattern(special_tokens: Collection[str]) -> re.Pattern[str] | None:
     # The longest first, so that a token which begins like another is seen whole. A token of one
     # character cannot be broken up, nor can white space; no chat format has such.
     tokens = {token.strip() for token in special_tokens}

@@ -41,7 +41,8 @@ class ScriptedModel:
     """A `ModelSource` whose answers, step times and failures are given.
 
     :param reply: the answer, as text or token ids, the same to every prompt; or a function from
-        all the tokens so far to the next token. An answer is followed by EOS.
+        all the tokens so far to the next token; what it raises fails that one request. An
+        answer is followed by EOS.
     :param step_seconds: how long a step takes.
     :param fail_at_step: the step, from 0, that raises `ScriptedFailure`.
     :param on_step: called in the engine's thread with each plan, before it is computed; may wait
@@ -99,7 +100,16 @@ class ScriptedModel:
             raise ScriptedFailure(f"step {step} was told to fail")
         for chunk in plan.chunks:
             self._store(chunk)
-        return StepResult([SampledToken(self._next(c)) if c.sample else None for c in plan.chunks])
+        result = StepResult([None] * len(plan.chunks))
+        for index, chunk in enumerate(plan.chunks):
+            if not chunk.sample:
+                continue
+            tokens = self._read(chunk)
+            try:
+                result.sampled[index] = SampledToken(self._next(chunk, tokens))
+            except Exception as error:
+                result.errors[index] = error  # as a real model does with logits of one sequence
+        return result
 
     def close(self) -> None:
         """See `Runner.close`."""
@@ -112,7 +122,7 @@ class ScriptedModel:
             index = layout.block_of(position)
             self._kv[request.blocks[index]][position - layout.start(index)] = token
 
-    def _next(self, chunk: ScheduledChunk) -> int:
+    def _read(self, chunk: ScheduledChunk) -> list[int]:
         request, layout = chunk.request, chunk.request.layout
         read: list[int | None] = []
         for index in range(layout.num_blocks(chunk.end)):
@@ -121,9 +131,12 @@ class ScriptedModel:
         tokens = request.tokens(0, chunk.end)
         if read != tokens:
             raise RuntimeError(f"{request!r}: its blocks hold {read}, and it is {tokens}")
+        return tokens
+
+    def _next(self, chunk: ScheduledChunk, tokens: list[int]) -> int:
         if callable(self._script):
             return self._script(tokens)
-        done = len(request.output_token_ids)
+        done = len(chunk.request.output_token_ids)
         return self._script[done] if done < len(self._script) else EOS
 
 

@@ -32,7 +32,17 @@ COUNTERS = [count_words, count_bytes, count_superadditively]
 TEXT = st.lists(
     st.one_of(
         st.sampled_from(
-            ["One. ", "Two words! ", "e.g. this ", "第一句。", "第二句！", "“引用。”", "\n\n", "\n", "  "]
+            [
+                "One. ",
+                "Two words! ",
+                "e.g. this ",
+                "第一句。",
+                "第二句！",
+                "“引用。”",
+                "\n\n",
+                "\n",
+                "  ",
+            ]
         ),
         st.text(max_size=30),
         st.text(alphabet="ab .\n", max_size=80),
@@ -78,9 +88,9 @@ def test_overlap_repeats_only_what_came_before(
             n for n in range(min(len(plain), len(joined)), -1, -1) if joined.endswith(plain[:n])
         )
         candidates = [
-            n for n in range(repeated + 1)
-            if joined.endswith(plain[:n])
-            and without_space(text).startswith(joined + plain[n:])
+            n
+            for n in range(repeated + 1)
+            if joined.endswith(plain[:n]) and without_space(text).startswith(joined + plain[n:])
         ]
         assert candidates
         # The least that can have been repeated is within the limit, and something is new.
@@ -103,7 +113,11 @@ def test_chinese_sentences_end_without_space() -> None:
     text = "今天天气很好。我们去公园吧！你想去吗？“当然想去。”他说；大家都笑了。"
     chunks = TokenSplitter(len, 10).split_text(text)
     assert chunks == [
-        "今天天气很好。", "我们去公园吧！", "你想去吗？", "“当然想去。”他说；", "大家都笑了。"
+        "今天天气很好。",
+        "我们去公园吧！",
+        "你想去吗？",
+        "“当然想去。”他说；",
+        "大家都笑了。",
     ]
 
 
@@ -114,7 +128,8 @@ def test_an_abbreviation_or_a_number_does_not_end_a_sentence() -> None:
 
 def test_long_sentence_is_cut_at_lines_then_words_then_characters() -> None:
     assert TokenSplitter(len, 12).split_text("alpha beta\ngamma delta") == [
-        "alpha beta", "gamma delta"
+        "alpha beta",
+        "gamma delta",
     ]
     assert TokenSplitter(len, 8).split_text("alpha beta gamma") == ["alpha", "beta", "gamma"]
     word = "x" * 1000
@@ -126,7 +141,9 @@ def test_long_sentence_is_cut_at_lines_then_words_then_characters() -> None:
 def test_overlap_takes_whole_sentences() -> None:
     text = "Aaa bbb. Ccc ddd. Eee fff. Ggg hhh."
     assert TokenSplitter(count_words, 6, 3).split_text(text) == [
-        "Aaa bbb. Ccc ddd.", "Ccc ddd. Eee fff.", "Eee fff. Ggg hhh."
+        "Aaa bbb. Ccc ddd.",
+        "Ccc ddd. Eee fff.",
+        "Eee fff. Ggg hhh.",
     ]
 
 
@@ -150,8 +167,12 @@ def test_counts_with_anything_that_encodes() -> None:
 
 @pytest.mark.parametrize(
     ("tokenizer", "limit", "overlap", "parameter"),
-    [(len, 0, 0, "chunk_tokens"), (len, 4, 4, "overlap_tokens"), (len, 4, -1, "overlap_tokens"),
-     (object(), 4, 0, "tokenizer")],
+    [
+        (len, 0, 0, "chunk_tokens"),
+        (len, 4, 4, "overlap_tokens"),
+        (len, 4, -1, "overlap_tokens"),
+        (object(), 4, 0, "tokenizer"),
+    ],
 )
 def test_bad_parameters(tokenizer: object, limit: int, overlap: int, parameter: str) -> None:
     with pytest.raises(InvalidParamsError) as caught:

@@ -438,6 +438,28 @@ def test_a_damaged_conversion_is_made_again(tmp_path: Path) -> None:
     assert (folder / "model.safetensors").read_bytes() == whole
 
 
+def test_two_conversions_at_the_same_time_agree(tmp_path: Path, cache: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny(LlamaConfig))
+    others: list[Path] = []
+
+    def convert_once_more(done: int, total: int) -> None:
+        if not others:
+            others.append(Path())
+            others[0] = convert(path)
+
+    folder = convert(path, progress=convert_once_more)
+    assert others == [folder]
+    assert list((cache / "models").iterdir()) == [folder]
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("record", ["", "[]", "{}", '{"fingerprint": 1, "files": 2}'])
+def test_a_broken_record_is_no_conversion(tmp_path: Path, record: str) -> None:
+    path = write_gguf(tmp_path / "m.gguf", tiny(LlamaConfig))
+    (convert(path) / "conversion.json").write_text(record)
+    assert json.loads((convert(path) / "conversion.json").read_text())["files"]
+
+
 def test_a_crash_leaves_nothing_behind(tmp_path: Path, cache: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", tiny(LlamaConfig))
 

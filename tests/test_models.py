@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from ragserve.engine.errors import InvalidParamsError, ModelLoadError, UnsupportedModelError
 from ragserve.engine.models import Attend, DecoderModel, ModelConfig, load_model
@@ -109,6 +110,19 @@ def test_logits_equal_transformers(
     assert expected.std() > 0.5, "the random model must have something to say"
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=5e-5)
     assert torch.equal(got.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3", "smollm2"])
+def test_greedy_tokens_equal_transformers(
+    family: str, tiny_model: Callable[..., Path], hf_greedy: Callable[..., list[int]]
+) -> None:
+    folder = tiny_model(family)
+    model = load_model(folder, dtype=torch.float32, device=CPU)
+    ids = random_ids(20)
+    for _ in range(24):
+        ids = torch.cat((ids, forward_logits(model, ids)[-1:].argmax(-1)))
+    assert ids[20:].tolist() == hf_greedy(folder, ids[:20].tolist(), 24)
+    assert len(set(ids[20:].tolist())) > 2, "an answer that only repeats proves little"
 
 
 @pytest.mark.parametrize("family", ["llama3", "mistral", "qwen2", "qwen3", "smollm2"])
@@ -213,6 +227,15 @@ def test_mistral_layers_may_differ(tiny_model: Callable[..., Path], tmp_path: Pa
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     folder = edited(tiny_model("mistral"), tmp_path, layer_types=kinds)
     assert ModelConfig.from_folder(folder).layer_windows == (24, None, 24)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "smollm2"])
+def test_tokenizer_beside_the_model_fits_it(family: str, tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model(family)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert len(tokenizer) == ModelConfig.from_folder(folder).vocab_size
+    text = "Why is the sky blue? 天空为什么是蓝色的？ 🙂"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
 def test_old_configs_load(

@@ -118,8 +118,8 @@ def _is_complete(folder: Path, fingerprint: str) -> bool:
         return record["fingerprint"] == fingerprint and all(
             (folder / name).stat().st_size == size for name, size in record["files"].items()
         )
-    except (OSError, ValueError, KeyError):
-        return False
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False  # absent, incomplete, or someone else's file of that name
 
 
 def _move(folder: Path, target: Path, fingerprint: str) -> None:
@@ -158,7 +158,7 @@ class _Checkpoint:
             raise ModelLoadError(f"{self.path} has no {key}")
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ModelLoadError(f"{self.path}: {key} is {value!r}, expected {kind.__name__}")
-        return _shortest(value) if kind is float else value  # type: ignore[return-value]
+        return kind(_shortest(value)) if isinstance(value, float) else value
 
 
 def _shortest(value: float) -> float:

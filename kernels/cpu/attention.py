@@ -6,8 +6,11 @@ used where there is none.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
-from torch.nn.functional import scaled_dot_product_attention
 
 from ..paging import KVLayer, PagedBatch
 
@@ -16,46 +19,84 @@ __all__ = ["GatherAttention"]
 _GROUP_SLOTS = 8192
 """Slots gathered at once for sequences that decode: bounds the copy, and keeps it in cache."""
 
+_TILE_QUERIES = 64
+"""Queries of a prompt computed at once: their scores stay in cache, and keys that come after
+them are left out of the product rather than masked."""
+
+_HOLE = torch.iinfo(torch.int64).max
+"""Position of a slot without a token: later than every query's, so that none sees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """Some queries of a group, and the slots that one of them at least sees.
+
+    :param tokens: [n, Q] index of the queries in the step.
+    :param slots: the slots, of M * block_size.
+    :param hidden: [n, 1, 1, Q, m] what a query does not see of the last m of these slots; it
+        sees all that come before.
+    """
+
+    tokens: torch.Tensor
+    slots: slice
+    hidden: torch.Tensor
+
 
 class _Group:
     """Sequences of equal query length whose keys are gathered together.
 
-    :ivar tokens: [n, Q] index of their tokens in the step.
-    :ivar rows: [n * M] their blocks.
-    :ivar key_positions: [n, M * block_size] position in each slot; -1 in holes.
+    :param sequences: n of the batch's.
+    :param num_blocks: M, as many as the longest of them uses.
+    :ivar rows: [n * num_kv_heads * M] of the pool as [num_blocks * num_kv_heads, ...].
+    :ivar holes: those of the n * num_kv_heads * M * block_size gathered slots that hold no token.
     """
 
     def __init__(
-        self, batch: PagedBatch, sequences: list[int], block_size: int, num_blocks: int
+        self,
+        batch: PagedBatch,
+        sequences: list[int],
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
     ) -> None:
-        length = batch.query_starts[sequences[0] + 1] - batch.query_starts[sequences[0]]
+        self.num_sequences = len(sequences)
         index = torch.tensor(sequences)
         first = torch.tensor([batch.query_starts[s] for s in sequences])
-        self.tokens = first[:, None] + torch.arange(length)
-        self.rows = batch.block_tables[index, :num_blocks].reshape(-1)
+        length = batch.query_starts[sequences[0] + 1] - batch.query_starts[sequences[0]]
+        self._tokens = first[:, None] + torch.arange(length)
+        self._query_positions = batch.positions[self._tokens]
         starts = batch.block_starts[index, : num_blocks + 1]
         positions = starts[:, :-1, None] + torch.arange(block_size)
-        filled = positions < starts[:, 1:, None]
-        self.key_positions = torch.where(filled, positions, -1).view(len(sequences), -1)
-        self.query_positions = batch.positions[self.tokens]
-        self.num_sequences = len(sequences)
-        self.num_queries = length
-        self._masks: dict[int | None, torch.Tensor | None] = {}
+        empty = positions >= starts[:, 1:, None]
+        self._key_positions = positions.masked_fill_(empty, _HOLE).flatten(1)
+        heads = torch.arange(num_kv_heads)[:, None]
+        blocks = batch.block_tables[index, None, :num_blocks]
+        self.rows = (blocks * num_kv_heads + heads).flatten()
+        empty = empty[:, None].expand(-1, num_kv_heads, -1, -1)
+        self.holes = empty.flatten().nonzero().squeeze(1)
+        self._tiles: dict[int | None, list[_Tile]] = {}
 
-    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor | None:
-        """[n, 1, Q, M * block_size] to be added to the scores, or None if nothing is masked."""
-        if window not in self._masks:
-            keys = self.key_positions[:, None, None, :]
-            queries = self.query_positions[:, None, :, None]
-            seen = (keys >= 0) & (keys <= queries)
+    def tiles(self, window: int | None) -> list[_Tile]:
+        """All queries, in tiles; made once per window."""
+        if window not in self._tiles:
+            self._tiles[window] = list(self._make_tiles(window))
+        return self._tiles[window]
+
+    def _make_tiles(self, window: int | None) -> Iterator[_Tile]:
+        keys = self._key_positions[:, None, :]
+        parts = (x.split(_TILE_QUERIES, dim=1) for x in (self._tokens, self._query_positions))
+        for tokens, positions in zip(*parts, strict=True):
+            queries = positions[:, :, None]
+            hidden = keys > queries
             if window is not None:
-                seen &= keys > queries - window
-            self._masks[window] = (
-                None
-                if bool(seen.all())
-                else torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, float("-inf"))
-            )
-        return self._masks[window]
+                hidden |= keys <= queries - window
+            unseen = hidden.all(0).all(0)
+            used = (~unseen).nonzero()
+            start, stop = int(used[0]), int(used[-1]) + 1
+            hidden = hidden[:, :, start:stop]
+            partly = hidden.any(0).any(0).nonzero()
+            clear = int(partly[0]) if len(partly) else stop - start
+            yield _Tile(tokens, slice(start, stop), hidden[:, None, None, :, clear:].contiguous())
 
 
 class GatherAttention:
@@ -63,35 +104,23 @@ class GatherAttention:
 
     :param batch: the step's sequences.
     :param block_size: slots per block.
+    :param num_kv_heads: heads of keys and values.
     :param scale: factor of the scores, usually 1 / sqrt(head_dim).
     """
 
-    def __init__(self, batch: PagedBatch, *, block_size: int, scale: float) -> None:
-        self._batch = batch
+    def __init__(
+        self, batch: PagedBatch, *, block_size: int, num_kv_heads: int, scale: float
+    ) -> None:
         self._scale = scale
-        self._block_size = block_size
-        self._groups = list(self._plan())
-
-    def _plan(self) -> list[_Group]:
-        batch, size = self._batch, self._block_size
-        # Blocks in use, from the starts: those that begin before the sequence's end.
-        ends = torch.tensor(batch.seq_lens)[:, None]
-        used = (batch.block_starts[:, :-1] < ends).sum(1).tolist()
-        decoding = []
-        groups = []
-        for s in range(len(batch.seq_lens)):
-            if batch.query_starts[s + 1] - batch.query_starts[s] == 1:
-                decoding.append(s)
-            else:
-                groups.append(_Group(batch, [s], size, used[s]))
-        # Alike lengths together, since all are padded to the longest of their group.
-        decoding.sort(key=lambda s: used[s])
-        while decoding:
-            longest = used[decoding[-1]]
-            count = max(1, _GROUP_SLOTS // (longest * size))
-            groups.append(_Group(batch, decoding[-count:], size, longest))
-            del decoding[-count:]
-        return groups
+        blocks, offsets = batch.slots // block_size, batch.slots % block_size
+        heads = torch.arange(num_kv_heads)
+        # [T * num_kv_heads] of the pool as [num_blocks * num_kv_heads * block_size, head_dim]
+        self._stored = (
+            (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
+        ).flatten()
+        self._groups = list(_groups(batch, block_size, num_kv_heads))
+        # Reused by all layers: fresh memory of this size would cost page faults in each.
+        self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __call__(
         self,
@@ -103,44 +132,66 @@ class GatherAttention:
         window: int | None = None,
     ) -> torch.Tensor:
         """See `paging.Attention`."""
-        size, slots = self._block_size, self._batch.slots
-        blocks, offsets = slots // size, slots % size
-        cache.keys[blocks, :, offsets] = key
-        cache.values[blocks, :, offsets] = value
-
-        num_heads, dim = query.shape[1:]
-        num_kv_heads = key.shape[1]
-        grouped = num_heads // num_kv_heads
-        output = torch.empty_like(query)
+        dim = query.shape[-1]
+        cache.keys.view(-1, dim).index_copy_(0, self._stored, key.reshape(-1, dim))
+        cache.values.view(-1, dim).index_copy_(0, self._stored, value.reshape(-1, dim))
+        if self._gathered is None:
+            most = max(len(group.rows) for group in self._groups)
+            shape = (most, *cache.keys.shape[2:])
+            self._gathered = cache.keys.new_empty(shape), cache.values.new_empty(shape)
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
         for group in self._groups:
-            n, q = group.num_sequences, group.num_queries
-            keys = self._gather(cache.keys, group)
-            values = self._gather(cache.values, group)
-            mask = group.mask(window, query.dtype)
-            queries = query[group.tokens].view(n, q, num_kv_heads, grouped, dim)
-            if q == 1:
-                # The query heads of one KV head stand where the queries of one head do.
-                out = scaled_dot_product_attention(
-                    queries[:, 0], keys, values, attn_mask=mask, scale=self._scale
-                ).view(n, 1, num_heads, dim)
-            else:
-                out = scaled_dot_product_attention(
-                    queries.reshape(n, q, num_heads, dim).transpose(1, 2),
-                    keys,
-                    values,
-                    attn_mask=mask,
-                    scale=self._scale,
-                    enable_gqa=grouped > 1,
-                ).transpose(1, 2)
-            output[group.tokens] = out
+            keys = self._gather(cache.keys, group, self._gathered[0])
+            values = self._gather(cache.values, group, self._gathered[1])
+            # What was left in unwritten slots may be NaN, which a weight of 0 does not remove.
+            values.view(-1, dim).index_fill_(0, group.holes, 0)
+            for tile in group.tiles(window):
+                output[tile.tokens] = self._attend(query[tile.tokens], keys, values, tile)
         return output
 
     @staticmethod
-    def _gather(pool: torch.Tensor, group: _Group) -> torch.Tensor:
-        """[num_blocks, H, B, D] -> [n, H, M * B, D] of the group's blocks."""
-        _, heads, size, dim = pool.shape
-        n = group.num_sequences
-        gathered = pool.index_select(0, group.rows)
-        if n * heads == 1:
-            return gathered.view(1, 1, -1, dim)
-        return gathered.view(n, -1, heads, size, dim).transpose(1, 2).reshape(n, heads, -1, dim)
+    def _gather(pool: torch.Tensor, group: _Group, out: torch.Tensor) -> torch.Tensor:
+        """[num_blocks, num_kv_heads, block_size, head_dim] -> [n, num_kv_heads, M * block_size,
+        head_dim] of the group's blocks, in the memory of `out`."""
+        out = out[: len(group.rows)]
+        torch.index_select(pool.flatten(0, 1), 0, group.rows, out=out)
+        return out.view(group.num_sequences, pool.shape[1], -1, pool.shape[-1])
+
+    def _attend(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: _Tile
+    ) -> torch.Tensor:
+        """Outputs of a tile's queries, [n, Q, num_heads, head_dim] like them."""
+        n, num_queries, num_heads, dim = query.shape
+        kv_heads = keys.shape[1]
+        keys, values = keys[:, :, tile.slots], values[:, :, tile.slots]
+        # The queries of all heads that share a KV head meet its keys in one product.
+        query = query.view(n, num_queries, kv_heads, -1, dim).permute(0, 2, 3, 1, 4)
+        scores = query.reshape(n, kv_heads, -1, dim) @ keys.transpose(2, 3)
+        scores *= self._scale
+        num_slots, num_hidden = scores.shape[-1], tile.hidden.shape[-1]
+        scores.view(n, kv_heads, -1, num_queries, num_slots)[
+            ..., num_slots - num_hidden :
+        ].masked_fill_(tile.hidden, float("-inf"))
+        output = scores.softmax(-1) @ values
+        output = output.view(n, kv_heads, -1, num_queries, dim).permute(0, 3, 1, 2, 4)
+        return output.reshape(n, num_queries, num_heads, dim)
+
+
+def _groups(batch: PagedBatch, block_size: int, num_kv_heads: int) -> Iterator[_Group]:
+    """Each sequence with several queries on its own; those with one together."""
+    # Blocks in use, from the starts: those that begin before the sequence's end.
+    ends = torch.tensor(batch.seq_lens)[:, None]
+    used = (batch.block_starts[:, :-1] < ends).sum(1).tolist()
+    decoding = []
+    for s, (first, last) in enumerate(itertools.pairwise(batch.query_starts)):
+        if last - first == 1:
+            decoding.append(s)
+        else:
+            yield _Group(batch, [s], used[s], block_size, num_kv_heads)
+    # Alike lengths together, since all are padded to the longest of their group.
+    decoding.sort(key=lambda s: used[s])
+    while decoding:
+        longest = used[decoding[-1]]
+        count = max(1, _GROUP_SLOTS // (longest * block_size))
+        yield _Group(batch, decoding[-count:], longest, block_size, num_kv_heads)
+        del decoding[-count:]

@@ -1,0 +1,1096 @@
+"""The scheduler through `EngineCore`, without threads: who runs, with what, and to what end.
+
+The model is scripted: a token is a hash of all tokens before it, read back from the blocks, so
+that a block lost, mixed up or shared wrongly changes an answer or raises. Blocks are wiped when
+they are handed out, so that nothing is right only because it was right before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import note, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from ragserve.engine import (
+    EngineConfig,
+    EngineCore,
+    QueueTimeoutError,
+    Request,
+    Retention,
+    SampledToken,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenizedPrompt,
+    Update,
+)
+from ragserve.engine.block_pool import BlockLayout, BlockPool
+from ragserve.engine.request import RequestState
+from ragserve.testing import ScriptedModel
+
+VOCAB = 64
+EOS = VOCAB - 1
+
+# -- the rig ------------------------------------------------------------------------------
+
+
+def next_token(tokens: Sequence[int], index: int = 0) -> int:
+    """Any token but EOS; another one for each choice."""
+    data = b"".join(token.to_bytes(4, "little") for token in (*tokens, index))
+    return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest(), "little") % EOS
+
+
+def alone(request: Request) -> list[int]:
+    """What `next_token` gives to a request, whatever else goes on."""
+    tokens = list(request.prompt_token_ids)
+    for _ in range(request.max_tokens):
+        tokens.append(next_token(tokens, request.index))
+        count = len(tokens) - request.num_prompt_tokens
+        if tokens[-1] in request.stop_token_ids and count >= request.params.min_tokens:
+            break
+    return tokens[request.num_prompt_tokens :]
+
+
+class WipingPool(BlockPool):
+    """Wipes blocks when they are handed out, and knows whose content each of them holds."""
+
+    model: ScriptedModel
+
+    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool) -> None:
+        super().__init__(num_blocks, enable_prefix_caching=enable_prefix_caching)
+        self.namespace_of: dict[int, str] = {}
+
+    def allocate(self, count: int) -> list[int] | None:
+        blocks = super().allocate(count)
+        for block in blocks or ():
+            self.model._kv[block][:] = [None] * len(self.model._kv[block])
+            self.namespace_of.pop(block, None)
+        return blocks
+
+
+class Rig:
+    """A core, its scripted model, and a watch over every step.
+
+    :param script: what the model answers; None is `next_token`.
+    :param knobs: of `EngineConfig`; blocks have 16 tokens and the watermark is off.
+    """
+
+    def __init__(self, num_blocks: int = 512, *, script: Any = None, **knobs: Any) -> None:
+        knobs = {"block_size": 16, "watermark": 0.0, "num_tokenizers": 1} | knobs
+        self.config = EngineConfig(**knobs)
+        self.num_blocks = num_blocks
+        self.scripted = script is not None
+        self.model = ScriptedModel(script or next_token, num_blocks=num_blocks)
+        self.model.load(self.config)
+        self.pool = WipingPool(num_blocks, enable_prefix_caching=self.config.enable_prefix_caching)
+        self.pool.model = self.model
+        self.core = EngineCore(self.config, self.pool, self)
+        self.scheduler = self.core.scheduler
+        self.plan = StepPlan([])
+        """The last one."""
+        self.requests: list[Request] = []
+        self.updates: list[Update] = []
+        self._ids = itertools.count()
+
+    # Runner
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plan = plan
+        self._note_owners(chunk.request for chunk in plan.chunks)
+        result = self.model.execute(plan)
+        if self.scripted:
+            return result
+        return StepResult(
+            [
+                sampled and SampledToken(next_token(c.request.tokens(0, c.end), c.request.index))
+                for c, sampled in zip(plan.chunks, result.sampled, strict=True)
+            ]
+        )
+
+    def close(self) -> None:
+        raise AssertionError("the core does not close its runner")
+
+    def add(
+        self,
+        prompt: int | Sequence[int] | Sequence[Sequence[int]],
+        *,
+        kinds: Iterable[Retention] = (),
+        priority: int = 0,
+        namespace: str = "",
+        **params: Any,
+    ) -> Request:
+        """Add a request: of tokens, of segments, or of a length (and like no other)."""
+        return self.add_choices(
+            prompt, kinds=kinds, priority=priority, namespace=namespace, **params
+        )[0]
+
+    def add_choices(
+        self,
+        prompt: int | Sequence[int] | Sequence[Sequence[int]],
+        *,
+        kinds: Iterable[Retention] = (),
+        priority: int = 0,
+        namespace: str = "",
+        **params: Any,
+    ) -> list[Request]:
+        number = next(self._ids)
+        if isinstance(prompt, int):
+            prompt = unique(prompt, number)
+        segments = [[t] if isinstance(t, int) else list(t) for t in prompt]
+        if isinstance(prompt[0], int):
+            segments = [[t for segment in segments for t in segment]]
+        tokens = [t for segment in segments for t in segment]
+        retentions = tuple(kinds) or (Retention.ANSWER,) * len(segments)
+        lengths = tuple(map(len, segments))
+        sampling = SamplingParams(**({"max_tokens": 8} | params))
+        choices: list[Request] = []
+        for index in range(sampling.n):
+            choices.append(
+                Request(
+                    f"r{number}",
+                    TokenizedPrompt(tokens, lengths, retentions),
+                    sampling,
+                    block_size=self.config.block_size,
+                    max_tokens=min(sampling.max_tokens or 8, self.room(lengths)),
+                    eos_token_ids=frozenset({EOS}),
+                    priority=priority,
+                    namespace=namespace,
+                    index=index,
+                    leader=choices[0] if choices else None,
+                )
+            )
+        for choice in choices:
+            self.core.add(choice)
+        self.requests += choices
+        return choices
+
+    def room(self, lengths: Sequence[int]) -> int:
+        """Tokens that fit behind a prompt if it has the pool for itself."""
+        layout, total = BlockLayout(lengths, self.config.block_size), sum(lengths)
+        tail = layout.num_blocks(total) - 1
+        room = layout.start(tail) + (self.num_blocks - tail) * self.config.block_size - total
+        assert room >= 1, "the test's prompt does not fit"
+        return room
+
+    def step(self) -> list[Update]:
+        """A step, and everything that must be true of any step."""
+        scheduler, config = self.scheduler, self.config
+        ready = [r for r in self.requests if self.may_run(r)]
+        decoding = {
+            r: r.timeline.preemptions
+            for r in ready
+            if r.state is RequestState.RUNNING and r.num_to_compute == 1
+        }
+        num_steps = self.core.num_steps
+        self.plan = StepPlan([])
+        updates = self.core.step()
+        self.updates += updates
+        progress = self.core.num_steps - num_steps
+        assert progress == bool(self.plan.chunks)
+        assert progress or not ready, f"nothing runs, and could: {ready}"
+        assert self.plan.num_tokens <= config.max_num_batched_tokens
+        assert len(self.plan.chunks) <= config.max_num_seqs
+        assert len(scheduler.running) <= config.max_num_seqs
+        planned = [chunk.request for chunk in self.plan.chunks]
+        assert len(set(planned)) == len(planned)
+        assert not any(r.paused for r in planned)
+        for request, preemptions in decoding.items():
+            assert request in planned or request.timeline.preemptions > preemptions
+        self.check()
+        return updates
+
+    @staticmethod
+    def may_run(request: Request) -> bool:
+        """Whether it has not ended and waits for nobody but the scheduler."""
+        if request.state is RequestState.FINISHED or request.paused:
+            return False
+        return request.leader is None or not request.leader.paused
+
+    def check(self) -> None:
+        """Invariants between steps: blocks add up, and none is in two namespaces."""
+        self.core.check_integrity()
+        self._note_owners(self.scheduler.live())
+        live = [r for r in self.requests if r.state is not RequestState.FINISHED]
+        assert set(self.scheduler.live()) == set(live)
+        if not live:
+            stats = self.pool.statistics()
+            assert stats.free + stats.cached == stats.total
+            assert self.scheduler.num_queued == self.scheduler.num_queued_tokens == 0
+
+    def _note_owners(self, requests: Iterable[Request]) -> None:
+        for request in requests:
+            for block in request.blocks:
+                owner = self.pool.namespace_of.setdefault(block, request.namespace)
+                assert owner == request.namespace, "two namespaces share a block"
+
+    def drain(self) -> None:
+        """Step until all has ended, in a bounded number of steps, each of which does something."""
+        live = list(self.scheduler.live())
+        for _ in range(20 + 2 * sum(r.num_prompt_tokens + r.max_tokens for r in live)):
+            if not self.scheduler.has_requests:
+                break
+            self.step()
+        assert not self.scheduler.has_requests, "does not come to an end"
+        for request in self.requests:
+            if request.finish_reason in ("stop", "length") and not self.scripted:
+                assert request.output_token_ids == alone(request)
+
+    def computed(self, request: Request) -> int:
+        """Tokens of it that the last step computed."""
+        return sum(c.num_tokens for c in self.plan.chunks if c.request is request)
+
+    def until(self, condition: Callable[[], object], limit: int = 500) -> int:
+        """Step until it holds; how many steps it took."""
+        for count in range(limit):
+            if condition():
+                return count
+            self.step()
+        raise AssertionError("it never came true")
+
+
+def unique(length: int, number: int) -> list[int]:
+    """A prompt that shares no prefix with one of another number."""
+    return [100 + number, *(position % 50 for position in range(length - 1))]
+
+
+# -- everything makes progress ------------------------------------------------------------
+
+
+def test_a_request_that_runs_alone_gets_the_blocks_that_waiting_choices_hold() -> None:
+    rig = Rig(8, max_num_seqs=1, max_num_batched_tokens=64)
+    choices = rig.add_choices(65, n=3, max_tokens=2)
+    rig.step()
+    rig.step()
+    urgent = rig.add(33, max_tokens=60, priority=-1)  # grows to 6 of 8 blocks, and 4 are held
+    rig.until(lambda: urgent.state is RequestState.FINISHED)
+    assert [c.state for c in choices].count(RequestState.FINISHED) < 3
+    rig.drain()
+
+
+def test_paused_requests_do_not_keep_others_from_their_seats() -> None:
+    rig = Rig(max_num_seqs=2, max_num_batched_tokens=64)
+    slow = [rig.add(20, max_tokens=10) for _ in range(2)]
+    rig.step()
+    for request in slow:
+        request.paused = True
+    quick = rig.add(20, max_tokens=3)
+    rig.until(lambda: quick.state is RequestState.FINISHED)
+    for request in slow:
+        request.paused = False
+    rig.drain()
+    assert all(r.finish_reason == "length" for r in rig.requests)
+
+
+def test_many_requests_that_cannot_run_do_not_hide_one_that_can() -> None:
+    rig = Rig(max_num_seqs=4, max_num_batched_tokens=64)
+    for _ in range(70):
+        rig.add(20).paused = True
+    other = rig.add(20)
+    rig.until(lambda: other.state is RequestState.FINISHED)
+    for request in rig.requests:
+        request.paused = False
+    rig.drain()
+
+
+def test_choices_that_wait_for_their_prompt_let_others_pass() -> None:
+    rig = Rig(max_num_batched_tokens=64)
+    rig.add_choices(600, n=100, max_tokens=2)
+    other = rig.add(20, max_tokens=1)
+    rig.step()
+    rig.step()
+    assert other.state is RequestState.FINISHED
+    rig.drain()
+
+
+# -- decode first and chunks ----------------------------------------------------------
+
+
+def test_streams_get_a_token_in_every_step_while_a_long_prompt_is_computed() -> None:
+    rig = Rig(2048)
+    streams = [rig.add(20, max_tokens=100) for _ in range(5)]
+    rig.step()
+    long = rig.add(20_000, max_tokens=2)
+    steps = 0
+    while not long.output_token_ids:
+        rig.step()
+        steps += 1
+        assert [rig.computed(r) for r in streams] == [1] * 5
+        assert rig.plan.num_tokens == 512 or long.output_token_ids
+    assert steps == -(-20_000 // (512 - 5))
+    rig.drain()
+
+
+def test_a_prompt_is_computed_in_chunks_of_what_the_budget_leaves() -> None:
+    rig = Rig(max_num_batched_tokens=33, max_num_seqs=8)
+    request = rig.add(100, max_tokens=2)
+    rig.drain()
+    assert [chunk.num_tokens for chunk in request.timeline.chunks] == [33, 33, 33, 1]
+    times = [t for chunk in request.timeline.chunks for t in (chunk.start, chunk.end)]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("size", [1, 16, 33, 512])
+def test_answers_do_not_depend_on_the_chunk_size(size: int) -> None:
+    rig = Rig(max_num_batched_tokens=size, max_num_seqs=1)
+    rig.add([[1] * 17, [2] * 16, [3] * 31], max_tokens=20)
+    rig.drain()
+
+
+# -- long prompts and short ones ----------------------------------------------------------
+
+
+def test_short_prompts_overtake_long_ones_that_wait() -> None:
+    rig = Rig(max_num_batched_tokens=64, long_prefill_token_threshold=100)
+    long = [rig.add(400, max_tokens=4) for _ in range(3)]
+    short = [rig.add(20, max_tokens=4) for _ in range(6)]
+    most = 0
+
+    def all_short_done() -> bool:
+        nonlocal most
+        under_way = [r for r in long if rig.computed(r) > 1 and r.num_to_compute > 100]
+        most = max(most, len(under_way))
+        return all(r.state is RequestState.FINISHED for r in short)
+
+    assert rig.until(all_short_done) < 12
+    assert all(r.state is not RequestState.FINISHED for r in long)
+    rig.until(lambda: all_short_done() and not rig.scheduler.has_requests)
+    assert most == 1, "one at a time"
+    started = [r.timeline.first_scheduled for r in long]
+    assert started == sorted(started, key=lambda t: t or 0)
+    rig.drain()
+
+
+def test_as_many_long_prompts_as_allowed_are_under_way() -> None:
+    rig = Rig(
+        max_num_batched_tokens=64, long_prefill_token_threshold=50, max_long_partial_prefills=2
+    )
+    for _ in range(4):
+        rig.add(300)
+    rig.step()
+    assert len(rig.scheduler.running) == 2
+    rig.drain()
+
+
+@pytest.mark.parametrize("per_step", [1, 3])
+def test_a_steady_flow_of_short_prompts_does_not_starve_a_long_one_nor_the_reverse(
+    per_step: int,
+) -> None:
+    rig = Rig(max_num_batched_tokens=64, max_num_seqs=8, long_prefill_token_threshold=100)
+    long = rig.add(960, max_tokens=1)
+    for _ in range(40):
+        if long.state is RequestState.FINISHED:
+            break
+        for _ in range(per_step):
+            rig.add(24, max_tokens=2)
+        rig.step()
+    # It gets at least half of what decoding leaves; the short ones go on all the while.
+    assert long.state is RequestState.FINISHED
+    assert sum(r.state is RequestState.FINISHED for r in rig.requests) > 15
+    rig.drain()
+
+
+def test_long_prompts_that_queue_behind_short_ones_are_not_passed_for_ever() -> None:
+    rig = Rig(
+        max_num_batched_tokens=32, max_num_seqs=2, long_prefill_token_threshold=40, num_blocks=64
+    )
+    first, second = rig.add(200, max_tokens=2), rig.add(200, max_tokens=2)
+    for _ in range(60):
+        rig.add(10, max_tokens=1)
+        rig.step()
+        if second.state is RequestState.FINISHED:
+            break
+    assert first.state is second.state is RequestState.FINISHED
+    rig.drain()
+
+
+# -- order --------------------------------------------------------------------------------
+
+
+def test_lower_priority_values_go_first_and_equals_in_order_of_arrival() -> None:
+    rig = Rig(max_num_seqs=1)
+    requests = [rig.add(20, max_tokens=2, priority=p) for p in (1, 0, -1, 0, 1, -1)]
+    rig.drain()
+    order = sorted(requests, key=lambda r: r.timeline.first_scheduled or 0)
+    assert [requests.index(r) for r in order] == [2, 5, 1, 3, 0, 4]
+
+
+def test_a_request_is_started_with_blocks_for_its_whole_prompt_or_not_at_all() -> None:
+    rig = Rig(8)
+    running = rig.add(64, max_tokens=16)
+    rig.step()
+    big, small = rig.add(80), rig.add(16)
+    rig.step()
+    assert big.blocks == small.blocks == []
+    assert small.timeline.first_scheduled is None, "nor does a later one overtake it"
+    rig.until(lambda: running.state is RequestState.FINISHED)
+    rig.step()
+    assert len(big.blocks) == 5
+    assert running.timeline.preemptions == 0
+    rig.drain()
+
+
+@pytest.mark.parametrize(("blocks", "started"), [(2, True), (3, False)])
+def test_starting_a_request_leaves_the_watermark_to_those_that_run(
+    blocks: int, started: bool
+) -> None:
+    rig = Rig(10, watermark=0.35)  # 3 blocks
+    rig.add(79, max_tokens=10)
+    rig.step()
+    other = rig.add(blocks * 16)
+    rig.step()
+    assert (other.state is RequestState.RUNNING) == started
+    rig.drain()
+
+
+def test_the_watermark_does_not_keep_out_a_request_that_is_alone() -> None:
+    rig = Rig(10, watermark=0.9)
+    rig.add(159, max_tokens=1)
+    rig.drain()
+
+
+# -- preemption ---------------------------------------------------------------------------
+
+
+def test_the_newest_of_the_lowest_priority_is_preempted_and_no_answer_changes() -> None:
+    rig = Rig(12)
+    a, b, c, d = (rig.add(47, max_tokens=60, priority=p) for p in (0, 1, 1, 0))
+    rig.step()
+    assert len(rig.scheduler.running) == 4
+    preempted = []
+    for victim in (c, b, d):
+        rig.until(lambda victim=victim: victim.timeline.preemptions)
+        preempted.append([r.timeline.preemptions > 0 for r in (a, b, c, d)])
+    assert preempted == [
+        [False, False, True, False],
+        [False, True, True, False],
+        [False, True, True, True],
+    ]
+    assert rig.scheduler.num_preemptions == sum(r.timeline.preemptions for r in rig.requests)
+    rig.drain()
+    assert a.timeline.preemptions == 0
+    assert all(r.finish_reason == "length" for r in rig.requests)
+
+
+def test_a_paused_request_is_preempted_before_any_other() -> None:
+    rig = Rig(6)
+    paused, running = rig.add(33, max_tokens=40), rig.add(33, max_tokens=40)
+    rig.step()
+    paused.paused = True
+    rig.until(lambda: running.state is RequestState.FINISHED)
+    assert (paused.timeline.preemptions, running.timeline.preemptions) == (1, 0)
+    rig.step()
+    assert paused.state is RequestState.WAITING
+    paused.paused = False
+    rig.drain()
+
+
+def test_a_preempted_request_finds_its_complete_blocks_again() -> None:
+    rig = Rig(6)
+    first, second = rig.add(40, max_tokens=20), rig.add(40, max_tokens=20)
+    rig.until(lambda: second.timeline.preemptions)
+    assert rig.pool.find(second.keys), "until somebody needs the space"
+    rig.drain()
+    assert first.timeline.preemptions == 0
+
+
+def test_only_one_preemption_makes_room_for_one_block() -> None:
+    rig = Rig(9)
+    for _ in range(3):
+        rig.add(47, max_tokens=20)
+    rig.step()
+    rig.step()
+    rig.step()
+    assert rig.scheduler.num_preemptions == 1
+    rig.drain()
+
+
+# -- the queue ----------------------------------------------------------------------------
+
+
+def queue(rig: Rig) -> tuple[int, int]:
+    return rig.scheduler.num_queued, rig.scheduler.num_queued_tokens
+
+
+def test_the_queue_counts_requests_that_have_never_been_started() -> None:
+    rig = Rig(8, max_num_seqs=2, max_num_batched_tokens=64)
+    first = rig.add(40, max_tokens=30)
+    rig.add(40, max_tokens=30)
+    third = rig.add(30)
+    choices = rig.add_choices(20, n=3)
+    assert queue(rig) == (4, 40 + 40 + 30 + 20)
+    rig.step()
+    assert queue(rig) == (2, 50)
+    rig.until(lambda: rig.scheduler.num_preemptions)
+    assert queue(rig) == (2, 50), "a preempted request does not queue again"
+    rig.core.abort(third)
+    assert queue(rig) == (1, 20)
+    rig.core.abort(choices[0])
+    assert queue(rig) == (1, 20), "its other choices still wait"
+    rig.core.abort(choices[1])
+    rig.core.abort(choices[2])
+    assert queue(rig) == (0, 0)
+    rig.core.abort(first)
+    rig.drain()
+
+
+def age(requests: Iterable[Request], seconds: float) -> None:
+    """Let them have waited that long."""
+    for request in requests:
+        assert request.timeline.queued is not None
+        request.timeline.queued -= int(seconds * 1e9)
+
+
+def test_a_request_that_is_not_started_in_time_ends_with_an_error() -> None:
+    rig = Rig(max_num_seqs=1, queue_timeout=60.0)
+    running, late, later = rig.add(20, max_tokens=30), rig.add(20), rig.add(20)
+    rig.step()
+    age([running, late], 100)
+    age([later], 20)
+    expiry = rig.core.next_expiry()
+    assert expiry == 0.0
+    (update,) = rig.core.expire()
+    assert update.request is late
+    assert update.finished
+    assert update.delta.finish_reason == late.finish_reason == "error"
+    assert isinstance(update.error, QueueTimeoutError)
+    assert update.error.limit == 60.0
+    assert update.error.waited >= 100
+    expiry = rig.core.next_expiry()
+    assert expiry is not None
+    assert 0 < expiry <= 40
+    assert rig.core.expire() == []
+    rig.drain()
+    assert later.finish_reason == "length"
+    assert rig.core.next_expiry() is None
+
+
+def test_a_preempted_request_does_not_time_out() -> None:
+    rig = Rig(6, queue_timeout=60.0)
+    rig.add(33, max_tokens=40)
+    second = rig.add(33, max_tokens=40)
+    rig.until(lambda: second.timeline.preemptions)
+    age(rig.requests, 100)
+    assert rig.core.expire() == []
+    assert rig.core.next_expiry() is None
+    rig.drain()
+
+
+@pytest.mark.parametrize("length", [5, 40])
+def test_choices_time_out_together_and_not_once_one_of_them_is_started(length: int) -> None:
+    rig = Rig(max_num_seqs=1, max_num_batched_tokens=16, queue_timeout=60.0)
+    started = rig.add_choices(length, n=3)
+    queued = rig.add_choices(length, n=3)
+    rig.step()
+    age(rig.requests, 100)
+    expired = rig.core.expire()
+    assert [u.request for u in expired] == queued
+    assert queue(rig) == (0, 0)
+    assert rig.core.next_expiry() is None
+    rig.drain()
+    assert [r.finish_reason for r in started] == ["length"] * 3
+
+
+def test_without_a_timeout_nothing_expires() -> None:
+    rig = Rig(max_num_seqs=1)
+    rig.add(20)
+    rig.add(20)
+    age(rig.requests, 1e6)
+    assert rig.core.expire() == []
+    assert rig.core.next_expiry() is None
+    rig.drain()
+
+
+# -- prefix hits --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 31, 32, 33, 48])
+@pytest.mark.parametrize("max_tokens", [1, 17])
+def test_a_cached_prompt_is_found_up_to_its_last_token(length: int, max_tokens: int) -> None:
+    rig = Rig()
+    cold = rig.add(unique(length, 7), max_tokens=max_tokens)
+    rig.drain()
+    warm = rig.add(unique(length, 7), max_tokens=max_tokens)
+    rig.drain()
+    expected = (length - 1) // 16 * 16
+    assert (cold.timeline.cached_tokens, warm.timeline.cached_tokens) == (0, expected)
+    assert [c.num_tokens for c in warm.timeline.chunks] == [length - expected]
+    assert warm.output_token_ids == cold.output_token_ids
+    assert rig.scheduler.prefix_query_tokens == 2 * length
+    assert rig.scheduler.prefix_hit_tokens == expected
+    assert rig.core.prompt_tokens == 2 * length - expected
+
+
+def test_without_prefix_caching_nothing_is_found() -> None:
+    rig = Rig(enable_prefix_caching=False)
+    for _ in range(2):
+        rig.add(unique(40, 7))
+        rig.drain()
+    assert rig.scheduler.prefix_hit_tokens == 0
+    assert rig.pool.statistics().free == rig.num_blocks
+
+
+def test_segments_are_found_whatever_their_lengths() -> None:
+    rig = Rig()
+    system, document = [1] * 21, [2] * 35
+    rig.add([system, document, [3] * 5])
+    rig.drain()
+    other = rig.add([system, document, [4] * 5])
+    swapped = rig.add([document, system, [4] * 5])
+    rig.drain()
+    assert other.timeline.cached_tokens == 21 + 35
+    assert swapped.timeline.cached_tokens == 0
+
+
+def test_an_answer_is_found_by_the_next_turn() -> None:
+    rig = Rig()
+    first = rig.add(unique(20, 1), max_tokens=30)
+    rig.drain()
+    tokens = first.prompt_token_ids + first.output_token_ids
+    second = rig.add([*tokens, 1, 2, 3])
+    rig.drain()
+    # The last token of an answer is never computed: 49 of the 50 are, in 3 complete blocks.
+    assert second.timeline.cached_tokens == 48
+
+
+def test_namespaces_do_not_see_each_other() -> None:
+    rig = Rig()
+    for namespace, cached in (("a", 0), ("b", 0), ("a", 32), ("b", 32), ("", 0)):
+        request = rig.add(unique(40, 7), namespace=namespace)
+        rig.drain()
+        assert request.timeline.cached_tokens == cached
+
+
+def test_an_aborted_request_leaves_its_complete_blocks() -> None:
+    rig = Rig(max_num_batched_tokens=40, max_num_seqs=4)
+    request = rig.add(unique(100, 7))
+    rig.step()
+    update = rig.core.abort(request)
+    assert update is not None
+    assert update.delta.finish_reason == request.finish_reason == "abort"
+    assert rig.core.abort(request) is None
+    rig.check()
+    assert rig.pool.statistics().cached == 2
+    again = rig.add(unique(100, 7))
+    rig.drain()
+    assert again.timeline.cached_tokens == 32
+
+
+def test_blocks_are_shared_as_soon_as_a_chunk_has_filled_them() -> None:
+    rig = Rig(max_num_batched_tokens=64, long_prefill_token_threshold=100)
+    first = rig.add(unique(300, 7))
+    rig.step()
+    second = rig.add([*unique(300, 7)[:60], *range(20)])
+    rig.step()
+    assert second.timeline.cached_tokens == 48
+    assert second.blocks[:3] == first.blocks[:3]
+    assert first.num_to_compute > 1
+    rig.drain()
+
+
+def test_clearing_the_cache_disturbs_nobody() -> None:
+    rig = Rig()
+    rig.add(unique(40, 7), max_tokens=40)
+    for _ in range(3):
+        rig.step()
+    rig.pool.clear()
+    other = rig.add(unique(40, 7))
+    rig.drain()
+    assert other.timeline.cached_tokens == 0
+    third = rig.add(unique(40, 7))
+    rig.drain()
+    assert third.timeline.cached_tokens == 32
+
+
+def test_prompt_logprobs_are_not_taken_from_the_cache() -> None:
+    rig = Rig()
+    rig.add(unique(40, 7))
+    rig.drain()
+    request = rig.add(unique(40, 7), prompt_logprobs=1)
+    rig.drain()
+    assert request.timeline.cached_tokens == 0
+
+
+SYSTEM, DOCUMENT, ANSWER = Retention.SYSTEM, Retention.DOCUMENT, Retention.ANSWER
+
+
+def test_system_prompts_outlive_documents_and_documents_outlive_answers() -> None:
+    rig = Rig(12)
+    kept = rig.add([[1] * 32, [2] * 32, [3] * 16], kinds=[SYSTEM, DOCUMENT, ANSWER], max_tokens=1)
+    rig.drain()
+    for _ in range(20):  # newer, but worth less
+        rig.add(16, max_tokens=1)
+        rig.drain()
+    assert len(rig.pool.find(kept.keys)) == 4
+    for blocks, left in ((8, 4), (9, 3), (10, 2), (11, 1)):
+        request = rig.add(blocks * 16 - 1, max_tokens=1)
+        rig.drain()
+        assert len(request.output_token_ids) == 1
+        assert len(rig.pool.find(kept.keys)) == left
+
+
+def test_a_retrieved_document_outlives_newer_answers_of_its_own_request() -> None:
+    rig = Rig(8)
+    first = rig.add([[1] * 48, [2] * 8], kinds=[DOCUMENT, ANSWER], max_tokens=40)
+    rig.drain()
+    assert rig.pool.statistics().cached == 5
+    rig.add(80, max_tokens=1)
+    rig.drain()
+    assert len(rig.pool.find(first.keys)) == 3
+
+
+# -- several choices ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("length", [1, 16, 17, 40, 48])
+def test_choices_compute_their_prompt_once(caching: bool, length: int) -> None:
+    rig = Rig(enable_prefix_caching=caching, max_num_batched_tokens=32, max_num_seqs=8)
+    choices = rig.add_choices(length, n=4, max_tokens=20)
+    rig.until(lambda: all(r.output_token_ids for r in choices))
+    shared = (length - 1) // 16
+    for choice in choices[1:]:
+        assert choice.blocks[:shared] == choices[0].blocks[:shared]
+        assert not set(choice.blocks[shared:]) & set(choices[0].blocks[shared:])
+    rig.drain()
+    assert rig.core.prompt_tokens == length + 3 * (length - shared * 16)
+    assert len({tuple(r.output_token_ids) for r in choices}) == 4
+    # They are one request to the prefix cache, and its blocks were not in it.
+    assert rig.scheduler.prefix_query_tokens == length
+    assert rig.scheduler.prefix_hit_tokens == 0
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_a_leader_aborted_before_its_prompt_is_computed_is_replaced(
+    caching: bool, steps: int
+) -> None:
+    rig = Rig(enable_prefix_caching=caching, max_num_batched_tokens=16, max_num_seqs=4)
+    choices = rig.add_choices(64, n=4, max_tokens=5)
+    for _ in range(steps):
+        rig.step()
+    rig.core.abort(choices[0])
+    assert queue(rig) == ((1, 64) if steps == 0 else (0, 0))
+    rig.step()
+    rig.core.abort(choices[1])  # and its replacement
+    rig.drain()
+    assert [r.finish_reason for r in choices] == ["abort", "abort", "length", "length"]
+    assert choices[3].blocks == []
+
+
+def test_a_leader_that_ends_with_its_first_token_leaves_the_prompt_to_the_others() -> None:
+    rig = Rig(enable_prefix_caching=False)
+    choices = rig.add_choices(40, n=3, max_tokens=1)
+    rig.step()
+    assert choices[0].state is RequestState.FINISHED
+    assert choices[1].blocks == choices[2].blocks
+    assert len(choices[1].blocks) == 2
+    rig.step()
+    assert not rig.scheduler.has_requests
+
+
+def test_more_choices_than_seats_or_blocks_all_come_to_their_end() -> None:
+    for caching in (True, False):
+        rig = Rig(5, max_num_seqs=3, max_num_batched_tokens=32, enable_prefix_caching=caching)
+        choices = rig.add_choices(33, n=20, max_tokens=30)
+        other = rig.add(33, max_tokens=30, priority=-1)
+        rig.drain()
+        assert all(r.finish_reason == "length" for r in (*choices, other))
+
+
+# -- ends ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("params", "count", "reason", "stop_reason"),
+    [
+        ({}, 3, "stop", None),
+        ({"max_tokens": 2}, 2, "length", None),
+        ({"max_tokens": 3}, 3, "stop", None),
+        ({"max_tokens": 1}, 1, "length", None),
+        ({"ignore_eos": True}, 8, "length", None),
+        ({"stop_token_ids": [6]}, 2, "stop", 6),
+        ({"stop_token_ids": [5, 6]}, 1, "stop", 5),
+        ({"stop_token_ids": [8]}, 3, "stop", None),
+        ({"stop_token_ids": [8], "ignore_eos": True}, 5, "stop", 8),
+        ({"stop_token_ids": [5, 6], "min_tokens": 2}, 2, "stop", 6),
+        ({"stop_token_ids": [8], "min_tokens": 4}, 5, "stop", 8),
+        ({"min_tokens": 8, "stop_token_ids": [6]}, 8, "length", None),
+    ],
+)
+def test_what_ends_an_answer(
+    params: dict[str, Any], count: int, reason: str, stop_reason: int | None
+) -> None:
+    script = [5, 6, EOS, 7, 8, 9, 10, 11]
+    rig = Rig(script=script)
+    request = rig.add(20, **params)
+    rig.drain()
+    assert request.output_token_ids == script[:count]
+    assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
+    assert [t for u in rig.updates for t in u.delta.token_ids] == script[:count]
+    assert [u.delta.finish_reason for u in rig.updates] == [None] * (count - 1) + [reason]
+    assert rig.core.generated_tokens == count
+
+
+class FailingText:
+    """Text that cannot be made."""
+
+    stop_reason = None
+
+    def __init__(self, pushes: int) -> None:
+        self.pushes = pushes
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        self.pushes -= 1
+        if self.pushes < 0:
+            raise ValueError("no text")
+        return "x"
+
+    def finish(self) -> str:
+        raise ValueError("no end")
+
+
+@pytest.mark.parametrize(("pushes", "count"), [(0, 1), (3, 4), (100, 8)])
+def test_a_request_whose_text_fails_ends_alone(pushes: int, count: int) -> None:
+    rig = Rig()
+    bad, good = rig.add(20), rig.add(20)
+    bad.text = FailingText(pushes)
+    rig.drain()
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    (last,) = (u for u in rig.updates if u.request is bad and u.finished)
+    assert isinstance(last.error, ValueError)
+    assert last.delta.finish_reason == "error"
+    assert len(bad.output_token_ids) == count
+
+
+def test_a_sequence_that_the_runner_fails_ends_alone() -> None:
+    rig = Rig()
+    bad, good = rig.add(20), rig.add(20)
+    failure = ValueError("these logits are no numbers")
+    execute = rig.execute
+
+    def fail_one(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        errors = {
+            index: failure
+            for index, chunk in enumerate(plan.chunks)
+            if chunk.request is bad and bad.output_token_ids
+        }
+        return StepResult(result.sampled, {}, errors)
+
+    rig.execute = fail_one  # type: ignore[method-assign]
+    rig.drain()
+    assert (bad.finish_reason, good.finish_reason) == ("error", "length")
+    assert [u.error for u in rig.updates if u.finished] == [failure, None]
+    assert len(bad.output_token_ids) == 1
+
+
+@pytest.mark.parametrize("steps", range(8))
+@pytest.mark.parametrize("victim", range(4))
+def test_aborting_one_in_any_state_changes_no_other(steps: int, victim: int) -> None:
+    rig = Rig(9, max_num_seqs=3, max_num_batched_tokens=24)
+    rig.add(40, max_tokens=30)
+    rig.add_choices(20, n=2, max_tokens=20)
+    rig.add(33, max_tokens=9)
+    for _ in range(steps):
+        rig.step()
+    held = rig.pool.statistics().held
+    rig.core.abort(rig.requests[victim])
+    assert rig.requests[victim].blocks == []
+    assert rig.pool.statistics().held <= held
+    rig.check()
+    rig.drain()
+    assert sum(r.finish_reason == "abort" for r in rig.requests) == 1
+
+
+# -- statistics and timeline --------------------------------------------------------------
+
+
+def test_counts_are_of_what_was_computed_and_not_confused_by_preemption() -> None:
+    rig = Rig(6, enable_prefix_caching=False)
+    for _ in range(2):
+        rig.add(33, max_tokens=40)
+    rig.drain()
+    assert rig.core.generated_tokens == 80
+    # The preempted one computed its whole prompt once more each time.
+    assert rig.scheduler.num_preemptions >= 1
+    assert rig.core.prompt_tokens == 33 * (2 + rig.scheduler.num_preemptions)
+    assert rig.core.num_steps == len(rig.model.plans)
+    assert (rig.scheduler.prefix_query_tokens, rig.scheduler.prefix_hit_tokens) == (66, 0)
+
+
+def test_a_step_without_work_is_none() -> None:
+    rig = Rig()
+    assert rig.step() == []
+    request = rig.add(20)
+    request.paused = True
+    assert rig.step() == []
+    assert rig.core.num_steps == 0
+    request.paused = False
+    rig.drain()
+
+
+def test_the_timeline_is_in_order() -> None:
+    rig = Rig(max_num_batched_tokens=16, max_num_seqs=2)
+    request = rig.add(40, max_tokens=3)
+    rig.drain()
+    t = request.timeline
+    stamps = [t.queued, t.first_scheduled, t.chunks[0].start, t.chunks[-1].end]
+    stamps += [t.first_token, t.last_token, t.finished]
+    assert None not in stamps
+    assert stamps == sorted(stamps, key=lambda stamp: stamp or 0)
+    assert sum(chunk.num_tokens for chunk in t.chunks) == 40
+
+
+# -- anything, in any order ---------------------------------------------------------------
+
+LIBRARY = [
+    [seed * 7 % 5 + position % 3 for position in range(length)]
+    for seed, length in enumerate((1, 3, 4, 8, 15, 16, 17, 33))
+]
+"""Segments that requests have in common."""
+
+
+class CoreMachine(RuleBasedStateMachine):
+    """Requests of every kind come, go, stop and go on; every step is checked by the rig."""
+
+    @initialize(
+        num_blocks=st.integers(4, 24),
+        block_size=st.sampled_from([1, 4, 16]),
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(0, 40),
+        caching=st.booleans(),
+        threshold=st.sampled_from([None, 1, 8, 20]),
+        max_long=st.integers(1, 2),
+        watermark=st.sampled_from([0.0, 0.0, 0.25]),
+    )
+    def open(
+        self,
+        num_blocks: int,
+        block_size: int,
+        max_num_seqs: int,
+        budget: int,
+        caching: bool,
+        threshold: int | None,
+        max_long: int,
+        watermark: float,
+    ) -> None:
+        self.rig = Rig(
+            num_blocks,
+            block_size=block_size,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_seqs + budget,
+            enable_prefix_caching=caching,
+            long_prefill_token_threshold=threshold,
+            max_long_partial_prefills=max_long,
+            watermark=watermark,
+        )
+        self.aborted: set[Request] = set()
+
+    @property
+    def live(self) -> list[Request]:
+        return [r for r in self.rig.requests if r.state is not RequestState.FINISHED]
+
+    @rule(
+        shared=st.lists(st.sampled_from(LIBRARY), max_size=4),
+        question=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+        priority=st.integers(-1, 1),
+        namespace=st.sampled_from(["", "tenant"]),
+        n=st.sampled_from([1, 1, 2, 4]),
+        max_tokens=st.integers(1, 24),
+        stop=st.booleans(),
+        min_tokens=st.integers(0, 3),
+    )
+    def add(
+        self,
+        shared: list[list[int]],
+        question: list[int],
+        priority: int,
+        namespace: str,
+        n: int,
+        max_tokens: int,
+        stop: bool,
+        min_tokens: int,
+    ) -> None:
+        segments = [*shared, question]
+        size = self.rig.config.block_size
+        while len(segments) > 1 and not self._fits([*map(len, segments)]):
+            segments.pop()
+        if not self._fits([*map(len, segments)]):
+            segments = [[1] * size]
+        kinds = [SYSTEM, *[DOCUMENT] * len(segments)][: len(segments) - 1]
+        choices = self.rig.add_choices(
+            segments,
+            kinds=[*kinds, ANSWER],
+            priority=priority,
+            namespace=namespace,
+            n=n,
+            max_tokens=max_tokens,
+            stop_token_ids=range(8) if stop else None,
+            min_tokens=min(min_tokens, max_tokens),
+        )
+        note(f"{choices[0]!r}: {[*map(len, segments)]}, at most {choices[0].max_tokens}")
+
+    def _fits(self, lengths: list[int]) -> bool:
+        layout = BlockLayout(lengths, self.rig.config.block_size)
+        return layout.num_blocks(sum(lengths) + 1) <= self.rig.num_blocks
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.rig.step()
+        note(f"{self.rig.model.plans[-1:]}, {list(self.rig.scheduler.live())}")
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 50), whole=st.booleans())
+    def abort(self, number: int, whole: bool) -> None:
+        chosen = self.live[number % len(self.live)]
+        for request in self.live if whole else [chosen]:
+            if request.request_id == chosen.request_id:
+                update = self.rig.core.abort(request)
+                assert update is not None
+                assert update.finished
+                self.aborted.add(request)
+        self.rig.check()
+
+    @precondition(lambda self: self.live)
+    @rule(number=st.integers(0, 50))
+    def pause(self, number: int) -> None:
+        self.live[number % len(self.live)].paused = True
+
+    @rule()
+    def resume(self) -> None:
+        for request in self.live:
+            request.paused = False
+
+    @rule()
+    def clear(self) -> None:
+        self.rig.pool.clear()
+        self.rig.check()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        self.resume()
+        self.rig.drain()
+        for request in self.rig.requests:
+            reasons = ("abort",) if request in self.aborted else ("stop", "length")
+            assert request.finish_reason in reasons
+            if request.index == 0:
+                assert request.timeline.cached_tokens < request.num_prompt_tokens
+                if not self.rig.config.enable_prefix_caching:
+                    assert request.timeline.cached_tokens == 0
+        scheduler = self.rig.scheduler
+        assert scheduler.prefix_hit_tokens <= scheduler.prefix_query_tokens
+        generated = sum(len(r.output_token_ids) for r in self.rig.requests)
+        assert self.rig.core.generated_tokens == generated
+        # Nothing lingers: the whole pool can be had.
+        assert self.rig.pool.allocate(self.rig.num_blocks) is not None
+
+
+CoreMachine.TestCase.settings = settings(deadline=None, max_examples=120, stateful_step_count=30)
+TestCore = CoreMachine.TestCase
