@@ -14,6 +14,7 @@ import bisect
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .block_pool import BlockPool
 from .config import EngineConfig
@@ -57,8 +58,7 @@ class StepPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
-@dataclass(frozen=True, slots=True)
-class SampledToken:
+class SampledToken(NamedTuple):
     """A sampled token, and its log-probability if asked for."""
 
     token_id: int

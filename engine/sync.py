@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, overload
+from typing import Any, TypeGuard, overload
 
 import anyio
 from anyio.from_thread import start_blocking_portal
@@ -39,7 +39,7 @@ class LLM:
                 return await Engine.open(model, **knobs)
 
             self._engine = self._portal.call(open_engine)
-            stack.callback(self._portal.call, self._engine.aclose)
+            stack.callback(self._close)
             self._stack = stack.pop_all()
 
     def __enter__(self) -> LLM:
@@ -70,7 +70,7 @@ class LLM:
     @overload
     def generate(
         self,
-        prompts: Sequence[str] | Sequence[Prompt],
+        prompts: list[str] | list[Prompt] | list[list[int]] | list[list[dict[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
@@ -78,7 +78,11 @@ class LLM:
 
     def generate(
         self,
-        prompts: PromptLike | Sequence[PromptLike],
+        prompts: PromptLike
+        | list[str]
+        | list[Prompt]
+        | list[list[int]]
+        | list[list[dict[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         use_tqdm: bool = False,
@@ -94,8 +98,7 @@ class LLM:
         :raises InvalidParamsError: for lists of different lengths, or what a prompt makes
             `Engine.generate` raise; the other prompts of the list are ended then.
         """
-        many = _are_many(prompts)
-        batch: list[Any] = list(prompts) if many else [prompts]
+        batch: list[Any] = [*prompts] if _are_many(prompts) else [prompts]
         if params is None or isinstance(params, SamplingParams):
             each = [params] * len(batch)
         elif len(params) == len(batch):
@@ -110,7 +113,7 @@ class LLM:
         except BaseException:
             future.cancel()  # Ctrl-C ends what runs, too
             raise
-        return completions if many else completions[0]
+        return completions if _are_many(prompts) else completions[0]
 
     def statistics(self) -> Statistics:
         """See `Engine.statistics`."""
@@ -119,6 +122,9 @@ class LLM:
     def close(self) -> None:
         """Free all memory; idempotent."""
         self._stack.close()
+
+    def _close(self) -> None:
+        self._portal.call(self._engine.aclose)
 
     async def _generate(
         self, prompts: list[PromptLike], params: list[SamplingParams | None], use_tqdm: bool
@@ -145,7 +151,7 @@ class LLM:
         return [completion for completion in completions if completion is not None]
 
 
-def _are_many(prompts: object) -> bool:
+def _are_many(prompts: object) -> TypeGuard[Sequence[Any]]:
     if isinstance(prompts, str | Prompt) or not isinstance(prompts, Sequence) or not prompts:
         return isinstance(prompts, Sequence) and not prompts and not isinstance(prompts, str)
     return not isinstance(prompts[0], int | Mapping)

@@ -424,9 +424,9 @@ def waterfall(spans: Sequence[ReadableSpan], width: int = 50) -> Iterator[str]:
         if name not in times:
             continue
         begin, finish = times[name]
-        left = min(width - 1, int((begin - start) * scale))
-        length = min(width - left, max(1, round((finish - begin) * scale)))
-        bar = (" " * left + "█" * length).ljust(width)
+        left = min(width - 1, round((begin - start) * scale))
+        right = max(left + 1, min(width, round((finish - start) * scale)))
+        bar = (" " * left + "█" * (right - left)).ljust(width)
         yield f"{stage:<9}{(finish - begin) / 1e6:9.1f} ms |{bar}|"
     yield f"{'total':<9}{(end - start) / 1e6:9.1f} ms"
 

@@ -20,26 +20,23 @@ _GROUP_SLOTS = 8192
 """Slots gathered at once for sequences that decode: bounds the copy, and keeps it in cache."""
 
 _TILE_QUERIES = 64
-"""Queries of a prompt computed at once: their scores stay in cache, and keys that come after
+"""Queries of a prompt computed at once: their scores stay in cache, and the keys that come after
 them are left out of the product rather than masked."""
-
-_HOLE = torch.iinfo(torch.int64).max
-"""Position of a slot without a token: later than every query's, so that none sees it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """Some queries of a group, and the slots that one of them at least sees.
+    """Some queries of a group, and the slots that they see.
 
     :param tokens: [n, Q] index of the queries in the step.
-    :param slots: the slots, of M * block_size.
-    :param hidden: [n, 1, 1, Q, m] what a query does not see of the last m of these slots; it
-        sees all that come before.
+    :param slots: of the group's M * block_size slots, those that some query may see.
+    :param mask: [n, 1, 1, Q, m], added to the scores of the last m of these slots: -inf where a
+        query does not see a slot. It sees all slots before the m.
     """
 
     tokens: torch.Tensor
     slots: slice
-    hidden: torch.Tensor
+    mask: torch.Tensor
 
 
 class _Group:
@@ -59,44 +56,55 @@ class _Group:
         block_size: int,
         num_kv_heads: int,
     ) -> None:
-        self.num_sequences = len(sequences)
         index = torch.tensor(sequences)
         first = torch.tensor([batch.query_starts[s] for s in sequences])
         length = batch.query_starts[sequences[0] + 1] - batch.query_starts[sequences[0]]
+        self.num_sequences = len(sequences)
+        self._block_size = block_size
         self._tokens = first[:, None] + torch.arange(length)
-        self._query_positions = batch.positions[self._tokens]
-        starts = batch.block_starts[index, : num_blocks + 1]
-        positions = starts[:, :-1, None] + torch.arange(block_size)
-        empty = positions >= starts[:, 1:, None]
-        self._key_positions = positions.masked_fill_(empty, _HOLE).flatten(1)
-        heads = torch.arange(num_kv_heads)[:, None]
-        blocks = batch.block_tables[index, None, :num_blocks]
-        self.rows = (blocks * num_kv_heads + heads).flatten()
+        self._queries = batch.positions[self._tokens]
+        self._starts = batch.block_starts[index, : num_blocks + 1]
+        # [n, M * block_size] position in each slot; in holes, one that nobody has reached yet.
+        positions = self._starts[:, :-1, None] + torch.arange(block_size)
+        empty = positions >= self._starts[:, 1:, None]
+        self._keys = positions.masked_fill_(empty, torch.iinfo(torch.int64).max).flatten(1)
+        self._first_hole = int((~empty.flatten(1).any(0)).int().cumprod(0).sum())
+        blocks, heads = batch.block_tables[index, None, :num_blocks], torch.arange(num_kv_heads)
+        self.rows = (blocks * num_kv_heads + heads[:, None]).flatten()
         empty = empty[:, None].expand(-1, num_kv_heads, -1, -1)
         self.holes = empty.flatten().nonzero().squeeze(1)
         self._tiles: dict[int | None, list[_Tile]] = {}
 
-    def tiles(self, window: int | None) -> list[_Tile]:
+    def tiles(self, window: int | None, dtype: torch.dtype) -> list[_Tile]:
         """All queries, in tiles; made once per window."""
         if window not in self._tiles:
-            self._tiles[window] = list(self._make_tiles(window))
+            self._tiles[window] = [
+                self._tile(slice(i, i + _TILE_QUERIES), window, dtype)
+                for i in range(0, self._tokens.shape[1], _TILE_QUERIES)
+            ]
         return self._tiles[window]
 
-    def _make_tiles(self, window: int | None) -> Iterator[_Tile]:
-        keys = self._key_positions[:, None, :]
-        parts = (x.split(_TILE_QUERIES, dim=1) for x in (self._tokens, self._query_positions))
-        for tokens, positions in zip(*parts, strict=True):
-            queries = positions[:, :, None]
-            hidden = keys > queries
-            if window is not None:
-                hidden |= keys <= queries - window
-            unseen = hidden.all(0).all(0)
-            used = (~unseen).nonzero()
-            start, stop = int(used[0]), int(used[-1]) + 1
-            hidden = hidden[:, :, start:stop]
-            partly = hidden.any(0).any(0).nonzero()
-            clear = int(partly[0]) if len(partly) else stop - start
-            yield _Tile(tokens, slice(start, stop), hidden[:, None, None, :, clear:].contiguous())
+    def _tile(self, part: slice, window: int | None, dtype: torch.dtype) -> _Tile:
+        queries = self._queries[:, part]
+        own = self._slots_of(queries)
+        start, stop, total = 0, int(own.max()) + 1, self._keys.shape[1]
+        clear = min(self._first_hole, int(own.min()) + 1)
+        if window is not None:
+            start = clear = int(self._slots_of((queries - window + 1).clamp_(min=0)).min())
+        if stop - start > total * 7 // 8:
+            start, stop = 0, total  # a slice is not contiguous, which costs more than it saves
+            clear = 0 if window is not None else clear
+        keys, queries = self._keys[:, None, clear:stop], queries[:, :, None]
+        hidden = keys > queries
+        if window is not None:
+            hidden |= keys <= queries - window
+        mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
+        return _Tile(self._tokens[:, part].contiguous(), slice(start, stop), mask[:, None, None])
+
+    def _slots_of(self, positions: torch.Tensor) -> torch.Tensor:
+        """[n, Q] positions of the sequences -> where of their gathered slots these are."""
+        block = torch.searchsorted(self._starts, positions, right=True) - 1
+        return block * self._block_size + positions - self._starts.gather(1, block)
 
 
 class GatherAttention:
@@ -112,13 +120,11 @@ class GatherAttention:
         self, batch: PagedBatch, *, block_size: int, num_kv_heads: int, scale: float
     ) -> None:
         self._scale = scale
-        blocks, offsets = batch.slots // block_size, batch.slots % block_size
-        heads = torch.arange(num_kv_heads)
-        # [T * num_kv_heads] of the pool as [num_blocks * num_kv_heads * block_size, head_dim]
-        self._stored = (
-            (blocks[:, None] * num_kv_heads + heads) * block_size + offsets[:, None]
-        ).flatten()
         self._groups = list(_groups(batch, block_size, num_kv_heads))
+        block, offset = batch.slots[:, None] // block_size, batch.slots[:, None] % block_size
+        # [T * num_kv_heads] of the pool as [num_blocks * num_kv_heads * block_size, head_dim].
+        row = (block * num_kv_heads + torch.arange(num_kv_heads)) * block_size + offset
+        self._stored = row.flatten()
         # Reused by all layers: fresh memory of this size would cost page faults in each.
         self._gathered: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -132,48 +138,36 @@ class GatherAttention:
         window: int | None = None,
     ) -> torch.Tensor:
         """See `paging.Attention`."""
-        dim = query.shape[-1]
-        cache.keys.view(-1, dim).index_copy_(0, self._stored, key.reshape(-1, dim))
-        cache.values.view(-1, dim).index_copy_(0, self._stored, value.reshape(-1, dim))
         if self._gathered is None:
             most = max(len(group.rows) for group in self._groups)
             shape = (most, *cache.keys.shape[2:])
             self._gathered = cache.keys.new_empty(shape), cache.values.new_empty(shape)
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for new, pool in ((key, cache.keys), (value, cache.values)):
+            dim = new.shape[-1]
+            pool.view(-1, dim).index_copy_(0, self._stored, new.reshape(-1, dim))
+        output = query.new_empty(query.shape)
         for group in self._groups:
-            keys = self._gather(cache.keys, group, self._gathered[0])
-            values = self._gather(cache.values, group, self._gathered[1])
-            # What was left in unwritten slots may be NaN, which a weight of 0 does not remove.
-            values.view(-1, dim).index_fill_(0, group.holes, 0)
-            for tile in group.tiles(window):
+            keys = _gather(cache.keys, group, self._gathered[0])
+            values = _gather(cache.values, group, self._gathered[1])
+            for tile in group.tiles(window, query.dtype):
                 output[tile.tokens] = self._attend(query[tile.tokens], keys, values, tile)
         return output
-
-    @staticmethod
-    def _gather(pool: torch.Tensor, group: _Group, out: torch.Tensor) -> torch.Tensor:
-        """[num_blocks, num_kv_heads, block_size, head_dim] -> [n, num_kv_heads, M * block_size,
-        head_dim] of the group's blocks, in the memory of `out`."""
-        out = out[: len(group.rows)]
-        torch.index_select(pool.flatten(0, 1), 0, group.rows, out=out)
-        return out.view(group.num_sequences, pool.shape[1], -1, pool.shape[-1])
 
     def _attend(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: _Tile
     ) -> torch.Tensor:
         """Outputs of a tile's queries, [n, Q, num_heads, head_dim] like them."""
         n, num_queries, num_heads, dim = query.shape
-        kv_heads = keys.shape[1]
-        keys, values = keys[:, :, tile.slots], values[:, :, tile.slots]
+        kv_heads = keys.shape[0] // n
+        grouped = num_heads // kv_heads
         # The queries of all heads that share a KV head meet its keys in one product.
-        query = query.view(n, num_queries, kv_heads, -1, dim).permute(0, 2, 3, 1, 4)
-        scores = query.reshape(n, kv_heads, -1, dim) @ keys.transpose(2, 3)
-        scores *= self._scale
-        num_slots, num_hidden = scores.shape[-1], tile.hidden.shape[-1]
-        scores.view(n, kv_heads, -1, num_queries, num_slots)[
-            ..., num_slots - num_hidden :
-        ].masked_fill_(tile.hidden, float("-inf"))
-        output = scores.softmax(-1) @ values
-        output = output.view(n, kv_heads, -1, num_queries, dim).permute(0, 3, 1, 2, 4)
+        query = query.view(n, num_queries, kv_heads, grouped, dim).permute(0, 2, 3, 1, 4)
+        query = query.reshape(n * kv_heads, grouped * num_queries, dim)
+        scores = torch.bmm(query, keys[:, tile.slots].transpose(1, 2)).mul_(self._scale)
+        seen = scores.shape[-1] - tile.mask.shape[-1]
+        scores.view(n, kv_heads, grouped, num_queries, -1)[..., seen:] += tile.mask
+        output = torch.bmm(scores.softmax(-1), values[:, tile.slots])
+        output = output.view(n, kv_heads, grouped, num_queries, dim).permute(0, 3, 1, 2, 4)
         return output.reshape(n, num_queries, num_heads, dim)
 
 
@@ -195,3 +189,15 @@ def _groups(batch: PagedBatch, block_size: int, num_kv_heads: int) -> Iterator[_
         count = max(1, _GROUP_SLOTS // (longest * block_size))
         yield _Group(batch, decoding[-count:], longest, block_size, num_kv_heads)
         del decoding[-count:]
+
+
+def _gather(pool: torch.Tensor, group: _Group, out: torch.Tensor) -> torch.Tensor:
+    """[num_blocks, num_kv_heads, block_size, head_dim] -> [n * num_kv_heads, M * block_size,
+    head_dim] of the group's blocks, in the memory of `out`."""
+    _, num_kv_heads, _, dim = pool.shape
+    out = out[: len(group.rows)]
+    torch.index_select(pool.flatten(0, 1), 0, group.rows, out=out)
+    # Holes keep what was last in the memory, maybe NaN, which neither a score of -inf nor a
+    # weight of 0 would stop.
+    out.view(-1, dim).index_fill_(0, group.holes, 0)
+    return out.view(group.num_sequences * num_kv_heads, -1, dim)
