@@ -6,6 +6,7 @@ It never waits for a consumer. A stream whose consumer falls too far behind is p
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 import weakref
@@ -48,8 +49,11 @@ class Driver:
 
     def __init__(self, core: EngineCore, name: str) -> None:
         self._core = core
-        self._wake = threading.Condition()
-        self._commands: list[Callable[[], object]] = []
+        # Reentrant: a stream or an engine may be garbage-collected, and call us, at any moment.
+        self._lock = threading.RLock()
+        # A SimpleQueue for the same reason, and since a put is never missed by who is about to
+        # wait.
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._state: DriverState = "ready"
         self._cause: BaseException | None = None
         self._terminated = self._over = False
@@ -87,7 +91,7 @@ class Driver:
         :raises EngineDeadError: if a step has failed.
         """
         first, reference = requests[0], weakref.ref(subscriber)
-        with self._wake:
+        with self._lock:
             self.check_open()
             self._check_room(first.num_prompt_tokens)
             self._num_submitted += 1
@@ -96,14 +100,13 @@ class Driver:
             def add() -> None:
                 for request in requests:
                     self._subscribers[request] = reference
-                with self._wake:
+                with self._lock:
                     self._num_submitted -= 1
                     self._num_submitted_tokens -= first.num_prompt_tokens
                     for request in requests:
                         self._core.add(request)
 
-            self._commands.append(add)
-            self._wake.notify()
+            self._commands.put(add)
 
     def abort(self, requests: Sequence[Request]) -> None:
         """End requests within one step; ended ones are left alone."""
@@ -137,11 +140,10 @@ class Driver:
                 except BaseException as error:
                     future.set_exception(error)
 
-        with self._wake:
+        with self._lock:
             if self._state in ("closed", "dead"):
                 self.check_open()
-            self._commands.append(run)
-            self._wake.notify()
+            self._commands.put(run)
         return future
 
     def drain(self) -> None:
@@ -150,19 +152,18 @@ class Driver:
         They run on even if nobody reads them: what is left to generate is bounded, and an end
         that waits for a consumer might never come.
         """
-        with self._wake:
+        with self._lock:
             if self._state == "ready":
                 self._state = "draining"
-                self._commands.append(self._unpause_all)
-            self._wake.notify()
+        self._command(self._unpause_all)
 
     def terminate(self) -> None:
         """End every request with EngineClosedError; the thread ends after its current step."""
-        with self._wake:
+        with self._lock:
             if self._state in ("ready", "draining"):
                 self._state = "closed"
             self._terminated = True
-            self._wake.notify()
+        self._command(lambda: None)
 
     def join(self, timeout: float | None = None) -> bool:
         """Wait for the thread's end; whether it came."""
@@ -199,10 +200,8 @@ class Driver:
     # -- the thread -----------------------------------------------------------------------
 
     def _command(self, command: Callable[[], object]) -> None:
-        with self._wake:
-            if not self._over:
-                self._commands.append(command)
-                self._wake.notify()
+        if not self._over:
+            self._commands.put(command)
 
     def _run(self) -> None:
         cause: BaseException | None = None
@@ -210,15 +209,15 @@ class Driver:
             self._loop()
         except BaseException as error:
             cause = error
-        with self._wake:
+        with self._lock:
             self._cause, self._state = cause, "closed" if cause is None else "dead"
             self._over = True
-            commands, self._commands = self._commands, []
         # Each of these runs whatever the others raise, for somebody waits for it.
         with contextlib.ExitStack() as stack:
             stack.callback(self._core.runner.close)
             stack.callback(self._fail_all, cause)
-            for command in reversed(commands):
+            left = iter(self._next_command, None)
+            for command in reversed(list(left)):
                 stack.callback(command)
 
     def _loop(self) -> None:
@@ -232,19 +231,27 @@ class Driver:
 
     def _obey(self, busy: bool) -> bool:
         """Carry out commands; if not `busy`, wait for one. False when it is time to end."""
-        with self._wake:
-            if not busy and not self._commands and not self._terminated:
-                if self._state == "draining" and not self._core.scheduler.has_requests:
-                    return False
-                self._wake.wait(self._core.next_expiry())
-            if self._terminated:
-                return False
-            commands, self._commands = self._commands, []
-        # Without the lock: a mailbox has one too, and whoever holds that may be made to call
-        # us at any moment, by a stream that is garbage-collected.
-        for command in commands:
+        if self._terminated:
+            return False
+        # Looked at first: what was submitted before it changed is among the commands.
+        draining = self._state == "draining"
+        wait = not busy and (not draining or self._core.scheduler.has_requests)
+        # One by one, so that those after one that fails are not lost; and without the lock, for
+        # mailboxes have one too.
+        while (command := self._next_command(wait)) is not None:
             command()
-        return True
+            wait = False
+        return not draining or self._core.scheduler.has_requests
+
+    def _next_command(self, wait: bool = False) -> Callable[[], object] | None:
+        """None if there is none; with `wait`, if none comes before some request expires."""
+        timeout = self._core.next_expiry() if wait else 0.0
+        if timeout is not None:
+            timeout = min(timeout, threading.TIMEOUT_MAX)
+        try:
+            return self._commands.get(timeout=timeout)
+        except queue.Empty:
+            return None
 
     def _abort(self, requests: Sequence[Request]) -> None:
         updates = [self._core.abort(request) for request in requests]

@@ -129,7 +129,7 @@ class _Opening:
                 loaded.pop().runner.close()
 
         try:
-            await anyio.to_thread.run_sync(load, abandon_on_cancel=True)
+            await _in_thread(load)
             engine = Engine(loaded[0], self._config)
         except BaseException:
             # Cancelled, mostly: loading cannot be interrupted, but nobody will want the result.
@@ -355,7 +355,7 @@ class Engine:
                 self._driver.drain()
             else:
                 self._driver.terminate()
-            await anyio.to_thread.run_sync(self._driver.join, abandon_on_cancel=True)
+            await _in_thread(self._driver.join)
         except BaseException:
             self.terminate()
             raise
@@ -465,6 +465,12 @@ class Engine:
         future.add_done_callback(lambda _: loop.post(done.set))
         await done.wait()
         future.result()
+
+
+async def _in_thread(function: Callable[[], object]) -> None:
+    """Wait for something slow. It needs a thread even if the application's own are all busy."""
+    limiter = anyio.CapacityLimiter(1)
+    await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=limiter)
 
 
 def _terminate(driver: Driver, encoders: ThreadPoolExecutor) -> None:

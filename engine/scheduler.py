@@ -150,7 +150,6 @@ class Scheduler:
                 if len(self.running) == 1 and self._release_holder(request):
                     continue
                 victim = self._victim()
-                budget += planned.pop(victim, 0)
                 self._preempt(victim)
                 preempted = True
                 if victim is request:

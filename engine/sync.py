@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeGuard, overload
@@ -129,8 +129,6 @@ class LLM:
     async def _generate(
         self, prompts: list[PromptLike], params: list[SamplingParams | None], use_tqdm: bool
     ) -> list[Completion]:
-        from tqdm import tqdm
-
         completions: list[Completion | None] = [None] * len(prompts)
         # No more at a time than may wait, so that a long list does not fill its own queue.
         limit = anyio.CapacityLimiter(self._engine.config.max_queued_requests)
@@ -138,9 +136,10 @@ class LLM:
         async def one(index: int) -> None:
             async with limit:
                 completions[index] = await self._engine.generate(prompts[index], params[index])
-            progress.update()
+            if progress is not None:
+                progress.update()
 
-        with tqdm(total=len(prompts), unit="prompt", disable=not use_tqdm) as progress:
+        with _progress_bar(len(prompts)) if use_tqdm else nullcontext() as progress:
             try:
                 async with anyio.create_task_group() as tasks:
                     for index in range(len(prompts)):
@@ -149,6 +148,13 @@ class LLM:
                 # The first error is what a caller without tasks expects.
                 raise group.exceptions[0] from None
         return [completion for completion in completions if completion is not None]
+
+
+def _progress_bar(total: int) -> Any:
+    # Made only when asked for: even a disabled one starts a thread.
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit="prompt")
 
 
 def _are_many(prompts: object) -> TypeGuard[Sequence[Any]]:

