@@ -103,8 +103,10 @@ class SlowIds(Sequence[int]):
         return self._token_ids[index]
 
 
-async def read(engine: Engine, prompt: Sequence[int], answers: list[tuple[int, ...]]) -> None:
-    answers.append((await engine.generate(list(prompt), LONG)).token_ids)
+async def read(stream: Stream, answers: list[tuple[int, ...]]) -> None:
+    async for _ in stream:
+        pass
+    answers.append(stream.completion.token_ids)
 
 
 def chunk_of(plan: StepPlan, request_id: str) -> tuple[int, int] | None:
@@ -134,7 +136,6 @@ class Victim:
 
     def __init__(self, engine: Engine, prompt: Sequence[int] = VICTIM) -> None:
         self.stream = engine.stream(prompt, LONG, request_id="victim")
-        self.entered = anyio.Event()
         self.ended = anyio.Event()
         self.scope = anyio.CancelScope()
         self.timed_out = False
@@ -154,7 +155,6 @@ class Victim:
 
     async def _read(self) -> None:
         async with self.stream as stream:
-            self.entered.set()
             async for _ in stream:
                 pass
 
@@ -214,9 +214,12 @@ async def test_cancel_in_a_step(gate: Gate, stop: Stop, start: int, hits: int) -
     async with Engine.open(model, **{**KNOBS, "max_num_batched_tokens": 10}) as engine:
         async with anyio.create_task_group() as tasks:
             for prompt in OTHERS:
-                tasks.start_soon(read, engine, prompt, answers)
+                # Submitted one after another, and all while the engine is held.
+                other = await engine.stream(prompt, LONG).__aenter__()
+                tasks.start_soon(read, other, answers)
             await gate.until(both_run)  # so they take two tokens of each step, and leave eight
             victim = Victim(engine)
+            await victim.stream.__aenter__()
             tasks.start_soon(victim.run)
             await gate.until(is_at(start))
             await stop(victim)
@@ -239,11 +242,12 @@ async def test_cancel_while_queued(gate: Gate, stop: Stop) -> None:
     async with Engine.open(model, **{**KNOBS, "max_num_seqs": 2}) as engine:
         async with anyio.create_task_group() as tasks:
             for prompt in OTHERS:
-                tasks.start_soon(read, engine, prompt, answers)
+                other = await engine.stream(prompt, LONG).__aenter__()
+                tasks.start_soon(read, other, answers)
             await gate.until(both_run)
             victim = Victim(engine)
+            await victim.stream.__aenter__()
             tasks.start_soon(victim.run)
-            await victim.entered.wait()
             gate.step()
             await gate.reached()
             assert engine.statistics().num_waiting == 1
@@ -441,9 +445,11 @@ async def test_cancel_one_of_a_shared_prefix(gate: Gate) -> None:
     async with Engine.open(model, **KNOBS) as engine:
         answers: list[tuple[int, ...]] = []
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(read, engine, [*VICTIM, 99], answers)
+            other = await engine.stream([*VICTIM, 99], LONG).__aenter__()
+            tasks.start_soon(read, other, answers)
             await gate.until(lambda plan: plan.chunks[0].start > len(VICTIM))
             victim = Victim(engine)
+            await victim.stream.__aenter__()
             tasks.start_soon(victim.run)
             await gate.until(is_at(len(VICTIM)))
             assert victim.stream.timeline.cached_tokens == 28

@@ -534,6 +534,7 @@ async def test_drain_does_not_wait_for_a_consumer() -> None:
     async with Engine.open(model, stream_buffer_tokens=4) as engine:
         stream = await engine.stream("text").__aenter__()
         first = await anext(stream)
+        await engine.generate("meanwhile")  # so many steps that the other was paused long ago
     assert engine.health().status == "closed"
     rest = [delta.text async for delta in stream]
     assert first.text + "".join(rest) == "abcdefgh" * 8
@@ -651,10 +652,10 @@ async def test_open_and_close_leave_nothing() -> None:
                 await engine.generate("")
         gone = weakref.ref(engine)
         del engine
+        await ended(threads() - before)
         gc.collect()
         assert gone() is None
         assert model.closed
-        await ended(threads() - before)
     assert list(logging.getLogger().handlers) == root_handlers
     assert list(logging.getLogger("ragserve").handlers) == own_handlers
     assert {number: signal.getsignal(number) for number in signal.valid_signals()} == signals

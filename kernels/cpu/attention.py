@@ -17,7 +17,10 @@ from ..paging import KVLayer, PagedBatch
 __all__ = ["GatherAttention"]
 
 _GROUP_SLOTS = 8192
-"""Slots gathered at once for sequences that decode: bounds the copy, and keeps it in cache."""
+"""Slots gathered at once for several sequences: bounds the copy, and keeps it in cache."""
+
+_GROUP_SCORES = 1 << 15
+"""Scores of one head that are computed at once for several sequences: as for a prompt's tile."""
 
 _TILE_QUERIES = 64
 """Queries of a prompt computed at once: their scores stay in cache, and the keys that come after
@@ -40,10 +43,11 @@ class _Tile:
 
 
 class _Group:
-    """Sequences of equal query length whose keys are gathered together.
+    """Sequences whose keys are gathered together.
 
     :param sequences: n of the batch's.
-    :param num_blocks: M, as many as the longest of them uses.
+    :param num_queries: most that one of them has.
+    :param num_blocks: M, most that one of them uses.
     :ivar rows: [n * num_kv_heads * M] of the pool as [num_blocks * num_kv_heads, ...].
     :ivar holes: those of the n * num_kv_heads * M * block_size gathered slots that hold no token.
     """
@@ -52,16 +56,18 @@ class _Group:
         self,
         batch: PagedBatch,
         sequences: list[int],
+        num_queries: int,
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,
     ) -> None:
         index = torch.tensor(sequences)
         first = torch.tensor([batch.query_starts[s] for s in sequences])
-        length = batch.query_starts[sequences[0] + 1] - batch.query_starts[sequences[0]]
+        last = torch.tensor([batch.query_starts[s + 1] - 1 for s in sequences])
         self.num_sequences = len(sequences)
         self._block_size = block_size
-        self._tokens = first[:, None] + torch.arange(length)
+        # A sequence with fewer queries repeats its last one, and stores its output again.
+        self._tokens = (first[:, None] + torch.arange(num_queries)).minimum(last[:, None])
         self._queries = batch.positions[self._tokens]
         self._starts = batch.block_starts[index, : num_blocks + 1]
         # [n, M * block_size] position in each slot; in holes, one that nobody has reached yet.
@@ -172,23 +178,32 @@ class GatherAttention:
 
 
 def _groups(batch: PagedBatch, block_size: int, num_kv_heads: int) -> Iterator[_Group]:
-    """Each sequence with several queries on its own; those with one together."""
+    """Sequences with about as many queries and blocks together: each group costs calls, and each
+    sequence in it is padded to the largest."""
+    queries = [last - first for first, last in itertools.pairwise(batch.query_starts)]
     # Blocks in use, from the starts: those that begin before the sequence's end.
     ends = torch.tensor(batch.seq_lens)[:, None]
-    used = (batch.block_starts[:, :-1] < ends).sum(1).tolist()
-    decoding = []
-    for s, (first, last) in enumerate(itertools.pairwise(batch.query_starts)):
-        if last - first == 1:
-            decoding.append(s)
-        else:
-            yield _Group(batch, [s], used[s], block_size, num_kv_heads)
-    # Alike lengths together, since all are padded to the longest of their group.
-    decoding.sort(key=lambda s: used[s])
-    while decoding:
-        longest = used[decoding[-1]]
-        count = max(1, _GROUP_SLOTS // (longest * block_size))
-        yield _Group(batch, decoding[-count:], longest, block_size, num_kv_heads)
-        del decoding[-count:]
+    blocks = (batch.block_starts[:, :-1] < ends).sum(1).tolist()
+
+    def most(sequences: list[int]) -> tuple[int, int]:
+        return max(queries[s] for s in sequences), max(blocks[s] for s in sequences)
+
+    def fit(sequences: list[int]) -> bool:
+        most_queries, most_blocks = most(sequences)
+        return (
+            2 * min(queries[s] for s in sequences) > most_queries
+            and 2 * min(blocks[s] for s in sequences) >= most_blocks
+            and len(sequences) * most_blocks * block_size <= _GROUP_SLOTS
+            and len(sequences) * most_queries * most_blocks * block_size <= _GROUP_SCORES
+        )
+
+    group: list[int] = []
+    for s in sorted(range(len(queries)), key=lambda s: (queries[s], blocks[s])):
+        if group and not fit([*group, s]):
+            yield _Group(batch, group, *most(group), block_size, num_kv_heads)
+            group = []
+        group.append(s)
+    yield _Group(batch, group, *most(group), block_size, num_kv_heads)
 
 
 def _gather(pool: torch.Tensor, group: _Group, out: torch.Tensor) -> torch.Tensor:

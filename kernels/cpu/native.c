@@ -136,6 +136,23 @@ struct linear {
     int32_t float_output;
 };
 
+/* A decoder layer: weights packed, biases and qk-norms NULL where the model has none. */
+struct layer {
+    const void *attention_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *output, *output_bias;
+    const void *mlp_norm, *gate_up, *gate_up_bias, *down, *down_bias;
+    void *pool;
+    int64_t window;
+};
+
+/* A step of a decoder, and room for what its layers hand on. */
+struct step {
+    int64_t num_tokens, hidden_size, inner_size, block_size, angle_stride;
+    float eps;
+    const int64_t *slots;
+    const void *cos, *sin, *norm;
+    void *hidden, *delta, *normed, *joined, *query, *inner;
+};
+
 struct kernels {
     task *attention[2], *rope[2], *norm[2], *activation[2], *linear[2]; /* float32, bfloat16 */
 };
@@ -148,14 +165,6 @@ INLINE float bits_to_float(uint32_t bits) {
     float value;
     memcpy(&value, &bits, sizeof value);
     return value;
-}
-
-INLINE words load_words(const void *p) { return *(const words_in *)p; }
-INLINE floats load_floats(const void *p) { return *(const floats_in *)p; }
-INLINE void store_floats(void *p, floats v) { *(floats_in *)p = v; }
-INLINE floats splat(float x) { return x - (floats){0}; }
-INLINE floats choose(ints mask, floats a, floats b) {
-    return (floats)((mask & (ints)a) | (~mask & (ints)b));
 }
 
 static const ints lane_numbers = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -382,6 +391,42 @@ EXPORT void linear(const struct machine *m, int64_t threads, int32_t bf16, int64
     run(m, levels[m->level]->linear[bf16], &job, threads, (out_features + width - 1) / width);
 }
 
+/* All layers and the last norm: `hidden` becomes `normed`. One call, so that whoever shares the
+ * process with the caller can have the interpreter for a whole step. */
+EXPORT void forward(const struct machine *m, int64_t threads, int32_t bf16, const struct step *s,
+                    const struct layer *layers, int64_t num_layers, struct attention *a) {
+    const int64_t n = s->num_tokens, size = s->hidden_size, inner = s->inner_size;
+    const int64_t q_size = (int64_t)a->num_heads * a->head_dim;
+    const int64_t qkv_size = q_size + 2 * (int64_t)a->num_kv_heads * a->head_dim;
+    a->query = s->query;
+    a->query_stride = q_size;
+    a->output = s->inner;
+    for (int64_t i = 0; i < num_layers; i++) {
+        const struct layer *l = layers + i;
+        const void *delta = i ? s->delta : NULL;
+        rms_norm(m, threads, bf16, n, size, s->hidden, delta, l->attention_norm, s->eps, s->hidden,
+                 s->normed);
+        linear(m, threads, bf16, n, size, qkv_size, s->normed, size, l->qkv, l->qkv_bias, s->joined,
+               0);
+        rope_and_store(m, threads, bf16, n, a->num_heads, a->num_kv_heads, a->head_dim,
+                       (int32_t)s->block_size, s->joined, s->cos, s->sin, s->angle_stride,
+                       l->q_norm, l->k_norm, s->eps, s->slots, s->query, l->pool);
+        a->pool = l->pool;
+        a->window = (int32_t)l->window;
+        attend(m, threads, bf16, a);
+        linear(m, threads, bf16, n, q_size, size, s->inner, q_size, l->output, l->output_bias,
+               s->delta, 0);
+        rms_norm(m, threads, bf16, n, size, s->hidden, s->delta, l->mlp_norm, s->eps, s->hidden,
+                 s->normed);
+        linear(m, threads, bf16, n, size, 2 * inner, s->normed, size, l->gate_up, l->gate_up_bias,
+               s->joined, 0);
+        silu_and_mul(m, threads, bf16, n, inner, s->joined, s->inner);
+        linear(m, threads, bf16, n, inner, size, s->inner, inner, l->down, l->down_bias, s->delta,
+               0);
+    }
+    rms_norm(m, threads, bf16, n, size, s->hidden, s->delta, s->norm, s->eps, s->hidden, s->normed);
+}
+
 /* Weights in the order in which `linear` reads them: [panel][unit][48 outputs], zeros past the
  * last output. `weight` is [out_features, in_features]. */
 EXPORT void pack_weight(int32_t bf16, int64_t in_features, int64_t out_features, const void *weight,
@@ -414,6 +459,25 @@ EXPORT void *PyInit__native(void) { return NULL; }
 
 /* ---- Arithmetic on 16 lanes ---- */
 
+/* Inlined functions that touch vectors belong to the level too: gcc breaks a vector up as the
+ * function's own target demands, before it inlines. */
+
+INLINE words OP(load_words)(const void *p) { return *(const words_in *)p; }
+INLINE floats OP(load_floats)(const void *p) { return *(const floats_in *)p; }
+INLINE void OP(store_floats)(void *p, floats v) { *(floats_in *)p = v; }
+
+INLINE floats OP(splat)(float x) {
+#if LEVEL >= 2
+    return (floats)_mm512_set1_ps(x);
+#else
+    return (floats){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+#endif
+}
+
+INLINE floats OP(choose)(ints mask, floats a, floats b) {
+    return (floats)((mask & (ints)a) | (~mask & (ints)b));
+}
+
 INLINE floats OP(fused)(floats a, floats b, floats c) {
 #if LEVEL >= 2
     return (floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
@@ -430,7 +494,7 @@ INLINE floats OP(larger)(floats a, floats b) {
 #if LEVEL >= 2
     return (floats)_mm512_max_ps((__m512)a, (__m512)b);
 #else
-    return choose(a > b, a, b);
+    return OP(choose)(a > b, a, b);
 #endif
 }
 
@@ -459,23 +523,23 @@ INLINE float OP(sum)(floats v) {
 /* e^x to about one unit in the last place; 0 below -87, NaN stays NaN. By 2^n * e^r with
  * |r| <= ln(2) / 2; ln(2) in two parts keeps r exact. */
 INLINE floats OP(exponential)(floats x) {
-    const floats round = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    const ints tiny = x < splat(-87.0f);
-    x = choose(x > splat(88.0f), splat(88.0f), x);
-    x = choose(tiny, splat(-87.0f), x);
-    const floats shifted = OP(fused)(x, splat(1.44269504f), round);
+    const floats round = OP(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
+    const ints tiny = x < OP(splat)(-87.0f);
+    x = OP(choose)(x > OP(splat)(88.0f), OP(splat)(88.0f), x);
+    x = OP(choose)(tiny, OP(splat)(-87.0f), x);
+    const floats shifted = OP(fused)(x, OP(splat)(1.44269504f), round);
     const floats n = shifted - round;
-    floats r = OP(fused)(n, splat(-0.693145752f), x);
-    r = OP(fused)(n, splat(-1.42860677e-6f), r);
-    floats p = splat(1.0f / 720);
-    p = OP(fused)(p, r, splat(1.0f / 120));
-    p = OP(fused)(p, r, splat(1.0f / 24));
-    p = OP(fused)(p, r, splat(1.0f / 6));
-    p = OP(fused)(p, r, splat(0.5f));
-    p = OP(fused)(p, r, splat(1.0f));
-    p = OP(fused)(p, r, splat(1.0f));
+    floats r = OP(fused)(n, OP(splat)(-0.693145752f), x);
+    r = OP(fused)(n, OP(splat)(-1.42860677e-6f), r);
+    floats p = OP(splat)(1.0f / 720);
+    p = OP(fused)(p, r, OP(splat)(1.0f / 120));
+    p = OP(fused)(p, r, OP(splat)(1.0f / 24));
+    p = OP(fused)(p, r, OP(splat)(1.0f / 6));
+    p = OP(fused)(p, r, OP(splat)(0.5f));
+    p = OP(fused)(p, r, OP(splat)(1.0f));
+    p = OP(fused)(p, r, OP(splat)(1.0f));
     p = (floats)((words)p + ((words)shifted << 23));
-    return choose(tiny, splat(0.0f), p);
+    return OP(choose)(tiny, OP(splat)(0.0f), p);
 }
 
 INLINE halves OP(to_bf16)(floats v) {
@@ -510,7 +574,7 @@ INLINE floats OP(load)(const void *array, int64_t i, int64_t n, int bf16) {
         return OP(from_bf16)(v);
     }
     const float *p = (const float *)array + i;
-    if (n >= LANES) return load_floats(p);
+    if (n >= LANES) return OP(load_floats)(p);
     floats v = {0};
     memcpy(&v, p, (size_t)n * 4);
     return v;
@@ -528,20 +592,20 @@ INLINE void OP(store)(void *array, int64_t i, int64_t n, floats v, int bf16) {
     }
     float *p = (float *)array + i;
     if (n >= LANES)
-        store_floats(p, v);
+        OP(store_floats)(p, v);
     else
         memcpy(p, &v, (size_t)n * 4);
 }
 
 /* sum + row * unit: one product for float32, two for bfloat16. */
 INLINE floats OP(multiply)(floats sum, words row, uint32_t unit, int bf16) {
-    if (!bf16) return OP(fused)((floats)row, splat(bits_to_float(unit)), sum);
+    if (!bf16) return OP(fused)((floats)row, OP(splat)(bits_to_float(unit)), sum);
 #if LEVEL == 3
     return (floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)row,
                                     (__m512bh)_mm512_set1_epi32((int)unit));
 #else
-    sum = OP(fused)((floats)(row << 16), splat(bits_to_float(unit << 16)), sum);
-    return OP(fused)((floats)(row & 0xffff0000u), splat(bits_to_float(unit & 0xffff0000u)), sum);
+    sum = OP(fused)((floats)(row << 16), OP(splat)(bits_to_float(unit << 16)), sum);
+    return OP(fused)((floats)(row & 0xffff0000u), OP(splat)(bits_to_float(unit & 0xffff0000u)), sum);
 #endif
 }
 
@@ -567,7 +631,7 @@ INLINE void OP(accumulate)(floats *sums, const int R, const int T, const char *c
         words row[4];
 #pragma GCC unroll 4
         for (int t = 0; t < T; t++) {
-            row[t] = load_words(b[t] + u * step);
+            row[t] = OP(load_words)(b[t] + u * step);
             if (ahead) __builtin_prefetch(ahead[t] + u * step, 0, 3);
         }
 #pragma GCC unroll 8
@@ -625,11 +689,11 @@ INLINE void OP(score_rows)(struct OP(scratch) *s, const int r, const int R, cons
                            const char *const *keys, const char *const *ahead, const int bf16) {
     floats sums[CHUNK_ROWS * CHUNK];
 #pragma GCC unroll 32
-    for (int i = 0; i < R * CHUNK; i++) sums[i] = splat(0);
+    for (int i = 0; i < R * CHUNK; i++) sums[i] = OP(splat)(0);
     OP(accumulate)(sums, R, CHUNK, keys, 64, s->query[r], HEAD_DIM, units, ahead, bf16);
 #pragma GCC unroll 32
     for (int i = 0; i < R * CHUNK; i++)
-        store_floats(&s->scores[r + i / CHUNK][i % CHUNK * LANES], sums[i]);
+        OP(store_floats)(&s->scores[r + i / CHUNK][i % CHUNK * LANES], sums[i]);
 }
 
 /* Columns d to d + T * 16 of the weighted sum of a chunk's values. */
@@ -639,7 +703,7 @@ INLINE void OP(sum_rows)(struct OP(scratch) *s, const int r, const int R, const 
     floats sums[CHUNK_ROWS * 4];
 #pragma GCC unroll 32
     for (int i = 0; i < R * T; i++)
-        sums[i] = load_floats(&s->sums[r + i / T][d + i % T * LANES]) * splat(s->decay[r + i / T]);
+        sums[i] = OP(load_floats)(&s->sums[r + i / T][d + i % T * LANES]) * OP(splat)(s->decay[r + i / T]);
     for (int c = 0; c < CHUNK; c++) {
         const char *b[4], *later[4];
         for (int t = 0; t < T; t++) {
@@ -653,29 +717,29 @@ INLINE void OP(sum_rows)(struct OP(scratch) *s, const int r, const int R, const 
         /* The second token of the last pair was never written: it may be NaN, which a weight of
          * 0 would not remove. */
         for (int t = 0; t < T; t++) {
-            const words row = load_words(b[t] + (int64_t)units * 4 * width) & 0xffffu;
+            const words row = OP(load_words)(b[t] + (int64_t)units * 4 * width) & 0xffffu;
             for (int i = 0; i < R; i++)
                 sums[i * T + t] =
                     OP(multiply)(sums[i * T + t], row, weights[i * SPAN + units], bf16);
         }
     }
 #pragma GCC unroll 32
-    for (int i = 0; i < R * T; i++) store_floats(&s->sums[r + i / T][d + i % T * LANES], sums[i]);
+    for (int i = 0; i < R * T; i++) OP(store_floats)(&s->sums[r + i / T][d + i % T * LANES], sums[i]);
 }
 
 /* Scores of a row become weights relative to the largest so far. */
 INLINE void OP(weigh_row)(struct OP(scratch) *s, const int r, const struct tile *const *tiles,
                           const int *counts, const float scale, const int64_t position,
                           const int64_t window, const int bf16) {
-    floats x[CHUNK], top = splat(-INFINITY);
+    floats x[CHUNK], top = OP(splat)(-INFINITY);
 #pragma GCC unroll 4
     for (int c = 0; c < CHUNK; c++) {
-        x[c] = load_floats(&s->scores[r][c * LANES]) * splat(scale);
+        x[c] = OP(load_floats)(&s->scores[r][c * LANES]) * OP(splat)(scale);
         const int64_t end = MIN(counts[c], position + 1 - tiles[c]->position);
         const int64_t begin = position - window + 1 - tiles[c]->position;
         if (end < TILE || begin > 0) {
             const ints seen = (lane_numbers < (int32_t)end) & (lane_numbers >= (int32_t)MAX(begin, 0));
-            x[c] = choose(seen, x[c], splat(-INFINITY));
+            x[c] = OP(choose)(seen, x[c], OP(splat)(-INFINITY));
         }
         top = OP(larger)(x[c], top);
     }
@@ -683,12 +747,12 @@ INLINE void OP(weigh_row)(struct OP(scratch) *s, const int r, const struct tile 
     float now = before, decay = 1;
     if (largest > before) {
         now = largest;
-        decay = OP(exponential)(splat(before - now))[0];
+        decay = OP(exponential)(OP(splat)(before - now))[0];
     }
-    floats total = s->total[r] * splat(decay);
+    floats total = s->total[r] * OP(splat)(decay);
 #pragma GCC unroll 4
     for (int c = 0; c < CHUNK; c++) {
-        const floats weight = OP(exponential)(x[c] - splat(now));
+        const floats weight = OP(exponential)(x[c] - OP(splat)(now));
         OP(store)(s->weights[r], c * LANES, LANES, weight, bf16);
         total += weight;
     }
@@ -712,10 +776,10 @@ INLINE void OP(write_rows)(const struct attention *a, const struct item *item, c
     for (int r = 0; r < rows; r++) {
         const int64_t token = item->query + r / grouped;
         const int64_t row = token * a->num_heads + (int64_t)head * grouped + r % grouped;
-        const floats share = splat(1 / totals[r]);
+        const floats share = OP(splat)(1 / totals[r]);
         for (int d = 0; d < a->head_dim; d += LANES)
             OP(store)(a->output, row * a->head_dim + d, MIN(LANES, a->head_dim - d),
-                      load_floats(&sums[r][d]) * share, bf16);
+                      OP(load_floats)(&sums[r][d]) * share, bf16);
     }
 }
 
@@ -726,19 +790,19 @@ INLINE void OP(merge)(const struct attention *a, const struct item *item, const 
     float totals[ROWS];
     for (int r = 0; r < rows; r++) {
         floats sums[HEAD_DIM / LANES];
-        for (int d = 0; d < width / LANES; d++) sums[d] = splat(0);
+        for (int d = 0; d < width / LANES; d++) sums[d] = OP(splat)(0);
         const float *part = (const float *)a->partial;
         part += ((int64_t)item->partials * a->num_kv_heads + (int64_t)head * rows + r) * (width + 2);
         const int64_t stride = (int64_t)rows * a->num_kv_heads * (width + 2);
         float top = -INFINITY, total = 0;
         for (int i = 0; i < item->num_splits; i++) top = MAX(top, part[i * stride + width]);
         for (int i = 0; i < item->num_splits; i++) {
-            const float weight = OP(exponential)(splat(part[i * stride + width] - top))[0];
+            const float weight = OP(exponential)(OP(splat)(part[i * stride + width] - top))[0];
             total += part[i * stride + width + 1] * weight;
             for (int d = 0; d < width / LANES; d++)
-                sums[d] = OP(fused)(load_floats(part + i * stride + d * LANES), splat(weight), sums[d]);
+                sums[d] = OP(fused)(OP(load_floats)(part + i * stride + d * LANES), OP(splat)(weight), sums[d]);
         }
-        for (int d = 0; d < width / LANES; d++) store_floats(&s->sums[r][d * LANES], sums[d]);
+        for (int d = 0; d < width / LANES; d++) OP(store_floats)(&s->sums[r][d * LANES], sums[d]);
         totals[r] = total;
     }
     OP(write_rows)(a, item, head, rows, s->sums, totals, bf16);
@@ -756,7 +820,7 @@ INLINE void OP(attend_item)(const struct attention *a, const struct item *item, 
                               + ((int64_t)head * grouped + r % grouped) * a->head_dim;
         memcpy(s->query[r], a->query + first * element, (size_t)(a->head_dim * element));
         memset(s->sums[r], 0, (size_t)width * sizeof(float));
-        s->total[r] = splat(0);
+        s->total[r] = OP(splat)(0);
         s->top[r] = -1e30f; /* finite: what is all hidden then weighs 0, not NaN */
     }
     const struct tile *tile = OP(first_tile)(a, item), *end = a->tiles + item->tile + item->num_tiles;
@@ -838,12 +902,12 @@ INLINE void OP(rotate)(float *x, const struct rope *j, const char *weight, int64
                        const int bf16) {
     const int size = j->head_dim, half = size / 2;
     if (weight) {
-        floats squares = splat(0);
+        floats squares = OP(splat)(0);
         for (int d = 0; d < size; d += LANES) {
             const floats v = OP(load)(x, d, size - d, 0);
             squares = OP(fused)(v, v, squares);
         }
-        const floats factor = splat(1 / sqrtf(OP(sum)(squares) / (float)size + j->eps));
+        const floats factor = OP(splat)(1 / sqrtf(OP(sum)(squares) / (float)size + j->eps));
         for (int d = 0; d < size; d += LANES) {
             const floats v = OP(rounded)(OP(load)(x, d, size - d, 0) * factor, bf16);
             OP(store)(x, d, size - d,
@@ -871,11 +935,11 @@ INLINE void OP(rope)(struct rope *j, const int bf16) {
         for (int64_t t = first; t < MIN(first + 8, j->num_tokens); t++) {
             for (int h = 0; h < j->num_heads; h++) {
                 for (int d = 0; d < size; d += LANES)
-                    store_floats(x + d, OP(load)(j->qkv, (t * row + h) * size + d, size - d, bf16));
+                    OP(store_floats)(x + d, OP(load)(j->qkv, (t * row + h) * size + d, size - d, bf16));
                 OP(rotate)(x, j, j->q_norm, t, bf16);
                 for (int d = 0; d < size; d += LANES)
                     OP(store)(j->query, (t * j->num_heads + h) * size + d, size - d,
-                              load_floats(x + d), bf16);
+                              OP(load_floats)(x + d), bf16);
             }
             const int64_t block = j->slots[t] / j->block_size, slot = j->slots[t] % j->block_size;
             const int token = (int)(slot % TILE);
@@ -884,10 +948,10 @@ INLINE void OP(rope)(struct rope *j, const int bf16) {
                                            * tile_bytes(size, bf16);
                 const int64_t from = (t * row + j->num_heads + h) * size;
                 for (int d = 0; d < size; d += LANES)
-                    store_floats(x + d, OP(load)(j->qkv, from + d, size - d, bf16));
+                    OP(store_floats)(x + d, OP(load)(j->qkv, from + d, size - d, bf16));
                 OP(rotate)(x, j, j->k_norm, t, bf16);
                 for (int d = 0; d < size; d += LANES)
-                    OP(store)(key, d, LANES, load_floats(x + d), bf16);
+                    OP(store)(key, d, LANES, OP(load_floats)(x + d), bf16);
                 for (int u = 0; u < key_units(size, bf16); u++)
                     ((word_in *)tile)[u * TILE + token] = key[u];
                 const char *value = j->qkv + (from + (int64_t)j->num_kv_heads * size) * element;
@@ -910,7 +974,7 @@ INLINE void OP(norm)(struct norm *j, const int bf16) {
         for (int64_t r = first; r < MIN(first + some, j->num_rows); r++) {
             const int64_t row = r * size;
             const void *x = j->x;
-            floats squares = splat(0);
+            floats squares = OP(splat)(0);
             for (int64_t i = 0; i < size; i += LANES) {
                 floats v = OP(load)(x, row + i, size - i, bf16);
                 if (j->delta) {
@@ -920,7 +984,7 @@ INLINE void OP(norm)(struct norm *j, const int bf16) {
                 squares = OP(fused)(v, v, squares);
             }
             if (j->delta) x = j->sum;
-            const floats factor = splat(1 / sqrtf(OP(sum)(squares) / (float)size + j->eps));
+            const floats factor = OP(splat)(1 / sqrtf(OP(sum)(squares) / (float)size + j->eps));
             for (int64_t i = 0; i < size; i += LANES) {
                 const floats v =
                     OP(rounded)(OP(load)(x, row + i, size - i, bf16) * factor, bf16);
@@ -937,7 +1001,7 @@ INLINE void OP(activation)(struct activation *j, const int bf16) {
             for (int64_t i = 0; i < size; i += LANES) {
                 const floats gate = OP(load)(j->gate_up, 2 * r * size + i, size - i, bf16);
                 const floats up = OP(load)(j->gate_up, (2 * r + 1) * size + i, size - i, bf16);
-                const floats silu = gate / (OP(exponential)(-gate) + splat(1));
+                const floats silu = gate / (OP(exponential)(-gate) + OP(splat)(1));
                 OP(store)(j->output, r * size + i, size - i, OP(rounded)(silu, bf16) * up, bf16);
             }
 }
@@ -950,7 +1014,7 @@ INLINE void OP(linear_rows)(const struct linear *j, const int64_t m, const int R
 #pragma GCC unroll 32
     for (int i = 0; i < R * PANEL; i++) {
         const int64_t at = n + i % PANEL * LANES, left = j->out_features - at;
-        sums[i] = j->bias && left > 0 ? OP(load)(j->bias, at, left, bf16) : splat(0);
+        sums[i] = j->bias && left > 0 ? OP(load)(j->bias, at, left, bf16) : OP(splat)(0);
     }
     const char *b[PANEL] = {weight, weight + 64, weight + 128};
     const int64_t element = bf16 ? 2 : 4;

@@ -30,6 +30,7 @@ from ..paging import PagedBatch
 __all__ = [
     "LEVELS",
     "NativeAttention",
+    "NativeDecoder",
     "NativeLayer",
     "NativeOps",
     "NativeUnavailableError",
@@ -98,28 +99,24 @@ class _Layer(ctypes.Structure):
     ] + [("window", c_int64)]
 
 
-class _Decoder(ctypes.Structure):
+class _Step(ctypes.Structure):
     _fields_: ClassVar = [
         ("num_tokens", c_int64),
         ("hidden_size", c_int64),
         ("inner_size", c_int64),
         ("block_size", c_int64),
-        ("eps", c_float),
-        *(
-            (name, c_void_p)
-            for name in (
-                "slots",
-                "cos",
-                "sin",
-                "hidden",
-                "normed",
-                "joined",
-                "query",
-                "attended",
-                "delta",
-            )
-        ),
         ("angle_stride", c_int64),
+        ("eps", c_float),
+        ("slots", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("norm", c_void_p),
+        ("hidden", c_void_p),
+        ("delta", c_void_p),
+        ("normed", c_void_p),
+        ("joined", c_void_p),
+        ("query", c_void_p),
+        ("inner", c_void_p),
     ]
 
 
@@ -133,7 +130,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "linear": [_V, _L, _I, _L, _L, _L, _V, _L, _V, _V, _V, _I],
     "pack_weight": [_I, _L, _L, _V, _V],
     "unpack_rows": [_I, _L, _L, _V, _V, _V],
-    "decode": [_V, _L, _I, _V, _V, _L, _V],
+    "forward": [_V, _L, _I, _V, _V, _L, _V],
 }
 
 
@@ -406,6 +403,18 @@ class NativeOps:
         """Run one layer of a plan; `NativeAttention` calls it."""
         self._library.attend(self._address, torch.get_num_threads(), bf16, ctypes.addressof(job))
 
+    def forward(self, bf16: int, step: _Step, layers: Any, job: _Attention) -> None:
+        """Run a decoder's step; `NativeDecoder` calls it."""
+        self._library.forward(
+            self._address,
+            torch.get_num_threads(),
+            bf16,
+            ctypes.addressof(step),
+            ctypes.addressof(layers),
+            len(layers),
+            ctypes.addressof(job),
+        )
+
     # ---- row by row ----
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -523,6 +532,76 @@ class NativeOps:
             output.data_ptr(),
         )
         return output
+
+
+class NativeDecoder:
+    """The layers of a decoder and its last norm, a step of them in one call. Used by one thread.
+
+    :param norm: weight of the last norm.
+    :param block_size: slots per block of the layers' pools.
+    """
+
+    def __init__(
+        self,
+        ops: NativeOps,
+        layers: Sequence[NativeLayer],
+        *,
+        norm: Tensor,
+        block_size: int,
+        eps: float,
+    ) -> None:
+        first = layers[0]
+        self._ops = ops
+        self._dtype = norm.dtype
+        self._kept = list(layers), norm  # what the addresses below point to
+        self._layers = (_Layer * len(layers))(*map(_layer, layers))
+        inner_size, q_size = first.down.in_features, first.output.in_features
+        self._widths = {
+            "delta": len(norm),
+            "joined": max(first.qkv.out_features, first.gate_up.out_features),
+            "query": q_size,
+            "inner": max(q_size, inner_size),
+        }
+        self._step = _Step(
+            hidden_size=len(norm),
+            inner_size=inner_size,
+            block_size=block_size,
+            eps=eps,
+            norm=norm.data_ptr(),
+        )
+        self._room: dict[str, Tensor] = {}
+
+    def forward(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, attention: NativeAttention
+    ) -> Tensor:
+        """Hidden states after the last norm, `[T, hidden_size]`.
+
+        :param hidden: `[T, hidden_size]` contiguous, the embedded tokens; changed.
+        :param cos: `[T, head_dim / 2]`, rows may be strided; `sin` likewise.
+        :param slots: `[T]` int64, block * block_size + offset.
+        :param attention: the step's plan.
+        """
+        step, num_tokens = self._step, len(hidden)
+        normed = torch.empty_like(hidden)
+        step.num_tokens, step.angle_stride = num_tokens, cos.stride(0)
+        step.slots, step.cos, step.sin = slots.data_ptr(), cos.data_ptr(), sin.data_ptr()
+        step.hidden, step.normed = hidden.data_ptr(), normed.data_ptr()
+        for name, width in self._widths.items():
+            room = self._room.get(name)
+            # Kept for the next step: fresh memory would cost page faults every time.
+            if room is None or room.numel() < num_tokens * width:
+                room = self._room[name] = torch.empty(num_tokens * width, dtype=self._dtype)
+            setattr(step, name, room.data_ptr())
+        self._ops.forward(self._dtype is torch.bfloat16, step, self._layers, attention.job)
+        return normed
+
+
+def _layer(layer: NativeLayer) -> _Layer:
+    result = _Layer(window=_NO_WINDOW if layer.window is None else layer.window)
+    for name, _ in _Layer._fields_[:-1]:
+        value = getattr(layer, name)
+        setattr(result, name, _address(value.data if isinstance(value, PackedWeight) else value))
+    return result
 
 
 def _address(tensor: Tensor | None) -> int | None:
