@@ -15,15 +15,9 @@ from .errors import OutOfMemoryError
 if TYPE_CHECKING:
     from .models import ModelConfig
 
-__all__ = ["KVCache", "available_memory", "block_bytes", "plan_blocks"]
+__all__ = ["KVCache", "available_memory", "plan_blocks"]
 
 _DEFAULT_BYTES = 1 << 30
-
-
-def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block: keys and values of all layers."""
-    width = config.num_kv_heads * config.head_dim
-    return 2 * config.num_layers * block_size * width * dtype.itemsize
 
 
 def available_memory() -> int:

@@ -68,7 +68,8 @@ class PretrainedModel:
         with _timed(seconds, "import"):
             import torch
 
-            from .kv_cache import KVCache, block_bytes, plan_blocks
+            from .backend import block_bytes, make_backend, native_operations
+            from .kv_cache import plan_blocks
             from .models import load_model, resolve_folder
             from .runner import ModelRunner
 
@@ -83,31 +84,27 @@ class PretrainedModel:
             tokenizer = Tokenizer.load(folder, num_clones=config.num_tokenizers)
         device = torch.device(config.device)
         with _timed(seconds, "weights"):
-            dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+            wanted = None if config.dtype == "auto" else getattr(torch, config.dtype)
             model = load_model(
-                folder, dtype=dtype, device=device, max_model_len=config.max_model_len
+                folder, dtype=wanted, device=device, max_model_len=config.max_model_len
             )
         tokenizer.check_model(model.config.vocab_size)
-        with _timed(seconds, "kv"):
-            per_block = block_bytes(model.config, config.block_size, model.dtype)
-            num_blocks = plan_blocks(
-                per_block, config.block_size, model.max_model_len, config.kv_cache_bytes
-            )
-            cache = KVCache(
-                model.config,
-                num_blocks=num_blocks,
-                block_size=config.block_size,
-                dtype=model.dtype,
-                device=device,
-            )
+        ops = native_operations(model)
+        per_block = block_bytes(model, ops, config.block_size)
+        num_blocks = plan_blocks(
+            per_block, config.block_size, model.max_model_len, config.kv_cache_bytes
+        )
+        weight_bytes = model.num_bytes
+        with _timed(seconds, "backend"):
+            backend = make_backend(model, ops, num_blocks=num_blocks, block_size=config.block_size)
         return LoadedModel(
             name=Path(self.name).stem if str(self.name).endswith(".gguf") else str(self.name),
-            runner=ModelRunner(model, cache, num_threads=config.num_threads),
+            runner=ModelRunner(backend, num_threads=config.num_threads),
             tokenizer=tokenizer,
             vocab_size=model.config.vocab_size,
             max_model_len=model.max_model_len,
             num_blocks=num_blocks,
-            weight_bytes=model.num_bytes,
+            weight_bytes=weight_bytes,
             kv_bytes=num_blocks * per_block,
             dtype=str(model.dtype).removeprefix("torch."),
             num_threads=config.num_threads or torch.get_num_threads(),

@@ -7,8 +7,7 @@ import torch
 
 from ragserve import kernels
 
-from .kv_cache import KVCache
-from .models import DecoderModel
+from .backend import Backend
 from .request import Request
 from .sampler import InvalidLogitsError, Sampler, SamplingState
 from .scheduler import ScheduledChunk, StepPlan, StepResult
@@ -17,62 +16,45 @@ __all__ = ["ModelRunner"]
 
 
 class ModelRunner:
-    """Runs a decoder over a paged KV cache. Used by one thread.
+    """Plans to sampled tokens, over a backend. Used by one thread.
 
-    :param model: the weights.
-    :param cache: the KV pool; block numbers of plans index it.
+    :param backend: weights and KV pool; block numbers of plans index it.
     :param num_threads: CPU threads of a step, in the thread that calls `execute`; None leaves
         torch's setting.
     """
 
-    def __init__(self, model: DecoderModel, cache: KVCache, *, num_threads: int | None) -> None:
-        self._model: DecoderModel | None = model
-        self._cache: KVCache | None = cache
+    def __init__(self, backend: Backend, *, num_threads: int | None) -> None:
+        self._backend: Backend | None = backend
         self._num_threads = num_threads
-        self._sampler = Sampler(model.config.vocab_size)
+        self._sampler = Sampler(backend.config.vocab_size)
 
     def close(self) -> None:
-        """Drop the weights and the KV tensors."""
-        self._model = self._cache = None
+        """Drop the weights and the KV pool."""
+        self._backend = None
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute a step's tokens, store their KV, sample where a chunk asks for it."""
-        model, cache = self._model, self._cache
-        if model is None or cache is None:
+        backend = self._backend
+        if backend is None:
             raise RuntimeError("the runner is closed")
         if self._num_threads is not None:
             # OpenMP's thread count belongs to the calling thread: the application keeps its own.
             torch.set_num_threads(self._num_threads)
             self._num_threads = None
-        config = model.config
-        batch = _paged_batch(plan, cache.block_size)
+        batch = _paged_batch(plan, backend.block_size)
         token_ids = torch.tensor(
             [t for c in plan.chunks for t in c.request.tokens(c.start, c.end)], dtype=torch.int64
         )
-        attention = kernels.plan_attention(
-            batch,
-            block_size=cache.block_size,
-            num_kv_heads=config.num_kv_heads,
-            scale=config.attention_scale,
-        )
-
-        def attend(
-            layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-        ) -> torch.Tensor:
-            return attention(
-                query, key, value, cache.layers[layer], window=config.layer_windows[layer]
-            )
-
-        hidden = model.forward(token_ids, batch.positions, attend)
+        hidden = backend.forward(token_ids, batch)
         result = StepResult([None] * len(plan.chunks))
-        self._sample(model, plan, batch, hidden, result)
-        self._prompt_logprobs(model, plan, hidden, result)
+        self._sample(backend, plan, batch, hidden, result)
+        self._prompt_logprobs(backend, plan, hidden, result)
         return result
 
     def _sample(
         self,
-        model: DecoderModel,
+        backend: Backend,
         plan: StepPlan,
         batch: kernels.PagedBatch,
         hidden: torch.Tensor,
@@ -82,7 +64,7 @@ class ModelRunner:
         if not chosen:
             return
         rows = torch.tensor([batch.query_starts[index + 1] - 1 for index in chosen])
-        logits = model.logits(hidden[rows])
+        logits = backend.logits(hidden[rows])
         states = [_sampling_state(plan.chunks[index].request) for index in chosen]
         try:
             tokens = self._sampler(logits, states)
@@ -97,13 +79,13 @@ class ModelRunner:
             result.sampled[index] = token
 
     def _prompt_logprobs(
-        self, model: DecoderModel, plan: StepPlan, hidden: torch.Tensor, result: StepResult
+        self, backend: Backend, plan: StepPlan, hidden: torch.Tensor, result: StepResult
     ) -> None:
         offset = 0
         for index, chunk in enumerate(plan.chunks):
             targets = _prompt_targets(chunk)
             if targets:
-                logits = model.logits(hidden[offset : offset + len(targets)])
+                logits = backend.logits(hidden[offset : offset + len(targets)])
                 try:
                     result.prompt_logprobs[index] = self._sampler.prompt_logprobs(
                         logits, targets, chunk.request.params.prompt_logprobs or 0

@@ -10,13 +10,20 @@ from torch import Tensor
 from . import philox, reference
 from .cpu import ops as torch_ops
 from .cpu.attention import GatherAttention
+from .cpu.native import NativeDecoder, NativeLayer, NativeOps, NativeUnavailableError
+from .cpu.native import load as load_native
 from .paging import Attention, KVLayer, PagedBatch
 
 __all__ = [
     "Attention",
     "KVLayer",
+    "NativeDecoder",
+    "NativeLayer",
+    "NativeOps",
+    "NativeUnavailableError",
     "PagedBatch",
     "apply_rope",
+    "load_native",
     "philox",
     "plan_attention",
     "reference",

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragserve.engine import LLM, Engine, Prompt, SamplingParams, Segment
+from ragserve.engine.backend import make_backend, native_operations
 from ragserve.engine.block_pool import BlockPool
 from ragserve.engine.config import EngineConfig
 from ragserve.engine.core import EngineCore
-from ragserve.engine.kv_cache import KVCache
 from ragserve.engine.models import load_model
 from ragserve.engine.outputs import TokenLogprob
 from ragserve.engine.prompt import Retention, TokenizedPrompt
@@ -71,18 +71,16 @@ class Rig:
         self.config = EngineConfig(**{"block_size": BLOCK_SIZE, **knobs})
         cpu = torch.device("cpu")
         model = load_model(folder, dtype=dtype, device=cpu)
-        cache = KVCache(
-            model.config,
+        backend = make_backend(
+            model,
+            native_operations(model),
             num_blocks=num_blocks,
             block_size=self.config.block_size,
-            dtype=dtype,
-            device=cpu,
         )
-        for layer in cache.layers:
-            layer.keys.fill_(float("nan"))
-            layer.values.fill_(float("nan"))
+        for memory in backend.pools:
+            memory.fill_(float("nan"))
         pool = BlockPool(num_blocks, enable_prefix_caching=self.config.enable_prefix_caching)
-        self.core = EngineCore(self.config, pool, ModelRunner(model, cache, num_threads=1))
+        self.core = EngineCore(self.config, pool, ModelRunner(backend, num_threads=1))
         self._count = 0
 
     def add(

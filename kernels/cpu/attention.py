@@ -109,7 +109,7 @@ class _Group:
 
     def _slots_of(self, positions: torch.Tensor) -> torch.Tensor:
         """[n, Q] positions of the sequences -> where of their gathered slots these are."""
-        block = torch.searchsorted(self._starts, positions, right=True) - 1
+        block = torch.searchsorted(self._starts, positions.contiguous(), right=True) - 1
         return block * self._block_size + positions - self._starts.gather(1, block)
 
 

@@ -23,6 +23,9 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__unix__) || defined(__APPLE__)
+#include <sched.h>
+#endif
 
 #if defined(_WIN32)
 #define EXPORT __declspec(dllexport)
@@ -69,7 +72,13 @@ struct machine {
     int32_t level;
 };
 
-/* ---- Jobs: what the threads of one call share. `next` counts the items handed out. ---- */
+/* ---- Jobs: what the threads of one call share ---- */
+
+/* Items of a job: handed out, finished, all. Whoever waits for a job waits for its items and not
+ * for its threads: one that the system has put to sleep between two items holds nobody up. */
+struct work {
+    int64_t next, done, total;
+};
 
 struct tile {
     int32_t index;    /* of head 0, in tiles of the pool */
@@ -87,15 +96,14 @@ struct item {
 };
 
 struct attention {
-    int64_t next;
+    struct work work; /* items of all KV heads */
     const struct tile *tiles;
     const struct item *items;
-    int64_t num_items, num_groups;
     int32_t num_heads, num_kv_heads, head_dim, tiles_per_block;
     float scale;
     int32_t window;
     char *partial;       /* per row: head_dim sums, largest score, sum of weights */
-    int32_t *unfinished; /* per group and KV head: items to come */
+    int32_t *unfinished; /* per group and KV head: items to come; between runs, all */
     const char *query;
     int64_t query_stride; /* elements between tokens */
     char *output;
@@ -103,8 +111,7 @@ struct attention {
 };
 
 struct rope {
-    int64_t next;
-    int64_t num_tokens;
+    struct work work; /* tokens */
     int32_t num_heads, num_kv_heads, head_dim, block_size;
     const char *qkv, *cos, *sin, *q_norm, *k_norm;
     int64_t angle_stride; /* elements between tokens of cos and sin */
@@ -114,22 +121,22 @@ struct rope {
 };
 
 struct norm {
-    int64_t next;
-    int64_t num_rows, size;
+    struct work work; /* rows */
+    int64_t size;
     const char *x, *delta, *weight;
     char *sum, *output;
     float eps;
 };
 
 struct activation {
-    int64_t next;
-    int64_t num_rows, size;
+    struct work work; /* rows */
+    int64_t size;
     const char *gate_up;
     char *output;
 };
 
 struct linear {
-    int64_t next;
+    struct work work; /* panels */
     int64_t num_rows, in_features, out_features, x_stride;
     const char *x, *weight, *bias;
     char *output;
@@ -157,8 +164,13 @@ struct kernels {
     task *attention[2], *rope[2], *norm[2], *activation[2], *linear[2]; /* float32, bfloat16 */
 };
 
-INLINE int64_t take(int64_t *next, int64_t count) {
-    return __atomic_fetch_add(next, count, __ATOMIC_RELAXED);
+/* The next `count` items, or what is left of them. */
+INLINE int64_t take(struct work *w, int64_t count) {
+    return __atomic_fetch_add(&w->next, count, __ATOMIC_RELAXED);
+}
+
+INLINE void finish(struct work *w, int64_t count) {
+    __atomic_fetch_add(&w->done, count, __ATOMIC_RELEASE);
 }
 
 INLINE float bits_to_float(uint32_t bits) {
@@ -190,67 +202,20 @@ INLINE int64_t tile_bytes(int head_dim, int bf16) {
 
 #define LEVEL 0
 #define LEVEL_NAME generic
-#include __FILE__
-#undef LEVEL
-#undef LEVEL_NAME
+#include "native.c"
 
 #if defined(__x86_64__)
-/* Each opens its target region itself: a pragma made by a macro would need _Pragma, which gcc
- * places wrongly here. */
 #define LEVEL 1
 #define LEVEL_NAME avx2
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma")
-#endif
-#include __FILE__
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#undef LEVEL
-#undef LEVEL_NAME
+#include "native.c"
 
 #define LEVEL 2
 #define LEVEL_NAME avx512
-#if defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
-#endif
-#include __FILE__
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#undef LEVEL
-#undef LEVEL_NAME
+#include "native.c"
 
 #define LEVEL 3
 #define LEVEL_NAME avx512_bf16
-#if defined(__clang__)
-#pragma clang attribute push( \
-    __attribute__((target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
-    apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16")
-#pragma GCC target("prefer-vector-width=512")
-#endif
-#include __FILE__
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#undef LEVEL
-#undef LEVEL_NAME
+#include "native.c"
 #endif
 
 static const struct kernels *const levels[] = {
@@ -278,6 +243,20 @@ EXPORT int32_t best_level(void) {
 #endif
 }
 
+static void relax(void) {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("yield");
+#endif
+}
+
+static void yield_processor(void) {
+#if defined(__unix__) || defined(__APPLE__)
+    sched_yield();
+#endif
+}
+
 /* Run a task on at most `threads` threads, of which no more are woken than there are items. */
 static void run(const struct machine *m, task *f, void *job, int64_t threads, int64_t items) {
     threads = MIN(threads, items);
@@ -288,12 +267,13 @@ static void run(const struct machine *m, task *f, void *job, int64_t threads, in
 }
 
 /* Tiles and items of a step. `tiles` holds at least 16-token pieces of all blocks, `items` at
- * least num_tokens + num_sequences + num_tiles / SPLIT. `counts`: items, groups, partial rows. */
+ * least num_tokens + num_sequences + num_tiles / SPLIT, `unfinished` a number per sequence and KV
+ * head. `counts`: items, partial rows. */
 EXPORT void plan_attention(int64_t num_sequences, int64_t max_blocks, int64_t block_size,
                            int64_t num_kv_heads, int64_t grouped, const int64_t *query_starts,
                            const int64_t *seq_lens, const int64_t *block_tables,
                            const int64_t *block_starts, struct tile *tiles, struct item *items,
-                           int64_t *counts) {
+                           int32_t *unfinished, int64_t *counts) {
     const int32_t tiles_per_block = (int32_t)((block_size + TILE - 1) / TILE);
     const int32_t queries_per_item = (int32_t)MAX(1, ROWS / grouped);
     int32_t num_tiles = 0, num_items = 0, num_groups = 0, partial = 0;
@@ -329,6 +309,7 @@ EXPORT void plan_attention(int64_t num_sequences, int64_t max_blocks, int64_t bl
             if (num_queries <= queries_per_item && all > SPLIT) {
                 item.group = num_groups++;
                 item.num_splits = (all + SPLIT - 1) / SPLIT;
+                for (int64_t h = 0; h < num_kv_heads; h++) *unfinished++ = item.num_splits;
                 item.partials = partial;
             }
             for (int32_t i = 0; i < item.num_splits; i++) {
@@ -342,19 +323,12 @@ EXPORT void plan_attention(int64_t num_sequences, int64_t max_blocks, int64_t bl
         }
     }
     counts[0] = num_items;
-    counts[1] = num_groups;
-    counts[2] = partial;
+    counts[1] = partial;
 }
 
 EXPORT void attend(const struct machine *m, int64_t threads, int32_t bf16, struct attention *job) {
-    job->next = 0;
-    const int64_t heads = job->num_kv_heads;
-    for (int64_t i = 0; i < job->num_items; i++) {
-        const struct item *item = job->items + i;
-        for (int64_t h = 0; item->group >= 0 && h < heads; h++)
-            job->unfinished[item->group * heads + h] = item->num_splits;
-    }
-    run(m, levels[m->level]->attention[bf16], job, threads, job->num_items * heads);
+    job->work.next = job->work.done = 0;
+    run(m, levels[m->level]->attention[bf16], job, threads, job->work.total);
 }
 
 EXPORT void rope_and_store(const struct machine *m, int64_t threads, int32_t bf16,
@@ -363,7 +337,7 @@ EXPORT void rope_and_store(const struct machine *m, int64_t threads, int32_t bf1
                            const void *sin, int64_t angle_stride, const void *q_norm,
                            const void *k_norm, float eps, const int64_t *slots, void *query,
                            void *pool) {
-    struct rope job = {0, num_tokens, num_heads, num_kv_heads, head_dim, block_size,
+    struct rope job = {{0, 0, num_tokens}, num_heads, num_kv_heads, head_dim, block_size,
                        qkv, cos, sin, q_norm, k_norm, angle_stride, slots, eps, query, pool};
     run(m, levels[m->level]->rope[bf16], &job, threads, num_tokens / 8);
 }
@@ -372,59 +346,113 @@ EXPORT void rope_and_store(const struct machine *m, int64_t threads, int32_t bf1
 EXPORT void rms_norm(const struct machine *m, int64_t threads, int32_t bf16, int64_t num_rows,
                      int64_t size, const void *x, const void *delta, const void *weight, float eps,
                      void *sum, void *output) {
-    struct norm job = {0, num_rows, size, x, delta, weight, sum, output, eps};
+    struct norm job = {{0, 0, num_rows}, size, x, delta, weight, sum, output, eps};
     run(m, levels[m->level]->norm[bf16], &job, threads, num_rows * size / 8192);
 }
 
 EXPORT void silu_and_mul(const struct machine *m, int64_t threads, int32_t bf16, int64_t num_rows,
                          int64_t size, const void *gate_up, void *output) {
-    struct activation job = {0, num_rows, size, gate_up, output};
+    struct activation job = {{0, 0, num_rows}, size, gate_up, output};
     run(m, levels[m->level]->activation[bf16], &job, threads, num_rows * size / 8192);
+}
+
+static int64_t panels(int64_t out_features) {
+    return (out_features + PANEL * LANES - 1) / (PANEL * LANES);
 }
 
 EXPORT void linear(const struct machine *m, int64_t threads, int32_t bf16, int64_t num_rows,
                    int64_t in_features, int64_t out_features, const void *x, int64_t x_stride,
                    const void *weight, const void *bias, void *output, int32_t float_output) {
-    struct linear job = {0, num_rows, in_features, out_features, x_stride, x, weight, bias, output,
-                         float_output};
-    const int64_t width = PANEL * LANES;
-    run(m, levels[m->level]->linear[bf16], &job, threads, (out_features + width - 1) / width);
+    struct linear job = {{0, 0, panels(out_features)}, num_rows, in_features, out_features,
+                         x_stride, x, weight, bias, output, float_output};
+    run(m, levels[m->level]->linear[bf16], &job, threads, job.work.total);
+}
+
+/* ---- All layers in one call ---- */
+
+struct phase {
+    task *run;
+    union {
+        struct work work; /* the first member of each */
+        struct attention attention;
+        struct rope rope;
+        struct norm norm;
+        struct activation activation;
+        struct linear linear;
+    } job;
+};
+
+struct program {
+    struct phase *phases;
+    int64_t num_phases;
+};
+
+static void run_program(void *p) {
+    const struct program *program = p;
+    for (int64_t i = 0; i < program->num_phases; i++) {
+        struct phase *phase = program->phases + i;
+        phase->run(&phase->job);
+        /* Others may still work on their last items. If that takes long, one of them lacks a
+         * processor: offer ours. */
+        for (int64_t spins = 0;
+             __atomic_load_n(&phase->job.work.done, __ATOMIC_ACQUIRE) < phase->job.work.total;
+             spins++) {
+            if (spins < 4000)
+                relax();
+            else
+                yield_processor();
+        }
+    }
+}
+
+/* Bytes that `forward` needs for its program. */
+EXPORT int64_t program_bytes(int64_t num_layers) {
+    return (9 * num_layers + 1) * (int64_t)sizeof(struct phase);
 }
 
 /* All layers and the last norm: `hidden` becomes `normed`. One call, so that whoever shares the
- * process with the caller can have the interpreter for a whole step. */
+ * process with the caller can have the interpreter for a whole step, and one fork, since threads
+ * that have to meet 300 times a step are slow wherever they do not have their processors to
+ * themselves. */
 EXPORT void forward(const struct machine *m, int64_t threads, int32_t bf16, const struct step *s,
-                    const struct layer *layers, int64_t num_layers, struct attention *a) {
+                    const struct layer *layers, int64_t num_layers, const struct attention *a,
+                    void *room) {
+    const struct kernels *k = levels[m->level];
     const int64_t n = s->num_tokens, size = s->hidden_size, inner = s->inner_size;
     const int64_t q_size = (int64_t)a->num_heads * a->head_dim;
     const int64_t qkv_size = q_size + 2 * (int64_t)a->num_kv_heads * a->head_dim;
-    a->query = s->query;
-    a->query_stride = q_size;
-    a->output = s->inner;
+    struct phase *p = room;
+#define PHASE(kind, ...) *p++ = (struct phase){k->kind[bf16], {.kind = {__VA_ARGS__}}}
+#define LINEAR(in, out, x, weight, bias, output) \
+    PHASE(linear, {0, 0, panels(out)}, n, in, out, in, x, weight, bias, output, 0)
+#define NORM(delta, weight) \
+    PHASE(norm, {0, 0, n}, size, s->hidden, delta, weight, s->hidden, s->normed, s->eps)
     for (int64_t i = 0; i < num_layers; i++) {
         const struct layer *l = layers + i;
-        const void *delta = i ? s->delta : NULL;
-        rms_norm(m, threads, bf16, n, size, s->hidden, delta, l->attention_norm, s->eps, s->hidden,
-                 s->normed);
-        linear(m, threads, bf16, n, size, qkv_size, s->normed, size, l->qkv, l->qkv_bias, s->joined,
-               0);
-        rope_and_store(m, threads, bf16, n, a->num_heads, a->num_kv_heads, a->head_dim,
-                       (int32_t)s->block_size, s->joined, s->cos, s->sin, s->angle_stride,
-                       l->q_norm, l->k_norm, s->eps, s->slots, s->query, l->pool);
-        a->pool = l->pool;
-        a->window = (int32_t)l->window;
-        attend(m, threads, bf16, a);
-        linear(m, threads, bf16, n, q_size, size, s->inner, q_size, l->output, l->output_bias,
-               s->delta, 0);
-        rms_norm(m, threads, bf16, n, size, s->hidden, s->delta, l->mlp_norm, s->eps, s->hidden,
-                 s->normed);
-        linear(m, threads, bf16, n, size, 2 * inner, s->normed, size, l->gate_up, l->gate_up_bias,
-               s->joined, 0);
-        silu_and_mul(m, threads, bf16, n, inner, s->joined, s->inner);
-        linear(m, threads, bf16, n, inner, size, s->inner, inner, l->down, l->down_bias, s->delta,
-               0);
+        NORM(i ? s->delta : NULL, l->attention_norm);
+        LINEAR(size, qkv_size, s->normed, l->qkv, l->qkv_bias, s->joined);
+        PHASE(rope, {0, 0, n}, a->num_heads, a->num_kv_heads, a->head_dim, (int32_t)s->block_size,
+              s->joined, s->cos, s->sin, l->q_norm, l->k_norm, s->angle_stride, s->slots, s->eps,
+              s->query, l->pool);
+        *p = (struct phase){k->attention[bf16], {.attention = *a}};
+        p->job.attention.work.next = p->job.attention.work.done = 0;
+        p->job.attention.query = s->query;
+        p->job.attention.query_stride = q_size;
+        p->job.attention.output = s->inner;
+        p->job.attention.pool = l->pool;
+        p++->job.attention.window = (int32_t)l->window;
+        LINEAR(q_size, size, s->inner, l->output, l->output_bias, s->delta);
+        NORM(s->delta, l->mlp_norm);
+        LINEAR(size, 2 * inner, s->normed, l->gate_up, l->gate_up_bias, s->joined);
+        PHASE(activation, {0, 0, n}, inner, s->joined, s->inner);
+        LINEAR(inner, size, s->inner, l->down, l->down_bias, s->delta);
     }
-    rms_norm(m, threads, bf16, n, size, s->hidden, s->delta, s->norm, s->eps, s->hidden, s->normed);
+    NORM(s->delta, s->norm);
+#undef NORM
+#undef LINEAR
+#undef PHASE
+    struct program program = {room, p - (struct phase *)room};
+    run(m, run_program, &program, threads, threads);
 }
 
 /* Weights in the order in which `linear` reads them: [panel][unit][48 outputs], zeros past the
@@ -456,6 +484,28 @@ EXPORT void unpack_rows(int32_t bf16, int64_t in_features, int64_t num_rows, con
 EXPORT void *PyInit__native(void) { return NULL; }
 
 #else /* LEVEL: the rest is compiled once per instruction set */
+
+#if defined(__clang__)
+#if LEVEL == 1
+#pragma clang attribute push(__attribute__((target("avx2,fma"))), apply_to = function)
+#elif LEVEL == 2
+#pragma clang attribute push( \
+    __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl"))), apply_to = function)
+#elif LEVEL == 3
+#pragma clang attribute push( \
+    __attribute__((target("fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"))), \
+    apply_to = function)
+#endif
+#elif LEVEL >= 1
+#pragma GCC push_options
+#if LEVEL == 1
+#pragma GCC target("avx2,fma")
+#elif LEVEL == 2
+#pragma GCC target("fma,avx512f,avx512bw,avx512dq,avx512vl,prefer-vector-width=512")
+#else
+#pragma GCC target("fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,prefer-vector-width=512")
+#endif
+#endif
 
 /* ---- Arithmetic on 16 lanes ---- */
 
@@ -520,13 +570,10 @@ INLINE float OP(sum)(floats v) {
 #endif
 }
 
-/* e^x to about one unit in the last place; 0 below -87, NaN stays NaN. By 2^n * e^r with
- * |r| <= ln(2) / 2; ln(2) in two parts keeps r exact. */
+/* e^x to about one unit in the last place; 0 below -87, infinite above 88, NaN stays NaN. By
+ * 2^n * e^r with |r| <= ln(2) / 2; ln(2) in two parts keeps r exact. */
 INLINE floats OP(exponential)(floats x) {
     const floats round = OP(splat)(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    const ints tiny = x < OP(splat)(-87.0f);
-    x = OP(choose)(x > OP(splat)(88.0f), OP(splat)(88.0f), x);
-    x = OP(choose)(tiny, OP(splat)(-87.0f), x);
     const floats shifted = OP(fused)(x, OP(splat)(1.44269504f), round);
     const floats n = shifted - round;
     floats r = OP(fused)(n, OP(splat)(-0.693145752f), x);
@@ -538,8 +585,9 @@ INLINE floats OP(exponential)(floats x) {
     p = OP(fused)(p, r, OP(splat)(0.5f));
     p = OP(fused)(p, r, OP(splat)(1.0f));
     p = OP(fused)(p, r, OP(splat)(1.0f));
-    p = (floats)((words)p + ((words)shifted << 23));
-    return OP(choose)(tiny, OP(splat)(0.0f), p);
+    p *= (floats)(((words)shifted << 23) + 0x3f800000u); /* n into the exponent of 1 */
+    p = OP(choose)(x < OP(splat)(-87.0f), OP(splat)(0.0f), p);
+    return OP(choose)(x > OP(splat)(88.0f), OP(splat)(INFINITY), p);
 }
 
 INLINE halves OP(to_bf16)(floats v) {
@@ -605,7 +653,8 @@ INLINE floats OP(multiply)(floats sum, words row, uint32_t unit, int bf16) {
                                     (__m512bh)_mm512_set1_epi32((int)unit));
 #else
     sum = OP(fused)((floats)(row << 16), OP(splat)(bits_to_float(unit << 16)), sum);
-    return OP(fused)((floats)(row & 0xffff0000u), OP(splat)(bits_to_float(unit & 0xffff0000u)), sum);
+    const floats high = OP(splat)(bits_to_float(unit & 0xffff0000u));
+    return OP(fused)((floats)(row & 0xffff0000u), high, sum);
 #endif
 }
 
@@ -648,30 +697,17 @@ INLINE void OP(accumulate)(floats *sums, const int R, const int T, const char *c
 #if MAX_ROWS == 8
 #define WITH_ROWS(rows, X) \
     switch (rows) { \
-    case 1: X(1); break; \
-    case 2: X(2); break; \
-    case 3: X(3); break; \
-    case 4: X(4); break; \
-    case 5: X(5); break; \
-    case 6: X(6); break; \
-    case 7: X(7); break; \
-    default: X(8); \
+    case 1: X(1); break; case 2: X(2); break; case 3: X(3); break; case 4: X(4); break; \
+    case 5: X(5); break; case 6: X(6); break; case 7: X(7); break; default: X(8); \
     }
 #define WITH_CHUNK_ROWS(rows, X) \
     switch (rows) { \
-    case 1: X(1); break; \
-    case 2: X(2); break; \
-    case 3: X(3); break; \
-    case 4: X(4); break; \
-    case 5: X(5); break; \
-    default: X(6); \
+    case 1: X(1); break; case 2: X(2); break; case 3: X(3); break; case 4: X(4); break; \
+    case 5: X(5); break; default: X(6); \
     }
-#elif MAX_ROWS == 2
-#define WITH_ROWS(rows, X) if (rows == 1) X(1); else X(2)
-#define WITH_CHUNK_ROWS(rows, X) (void)(rows); X(1)
 #else
-#define WITH_ROWS(rows, X) (void)(rows); X(1)
-#define WITH_CHUNK_ROWS(rows, X) (void)(rows); X(1)
+#define WITH_ROWS(rows, X) do { if ((rows) == 1) { X(1); } else { X(MAX_ROWS); } } while (0)
+#define WITH_CHUNK_ROWS(rows, X) do { (void)(rows); X(1); } while (0)
 #endif
 
 /* ---- Attention (flash attention, arXiv 2205.14135, over tiles of the pool) ---- */
@@ -703,7 +739,8 @@ INLINE void OP(sum_rows)(struct OP(scratch) *s, const int r, const int R, const 
     floats sums[CHUNK_ROWS * 4];
 #pragma GCC unroll 32
     for (int i = 0; i < R * T; i++)
-        sums[i] = OP(load_floats)(&s->sums[r + i / T][d + i % T * LANES]) * OP(splat)(s->decay[r + i / T]);
+        sums[i] = OP(load_floats)(&s->sums[r + i / T][d + i % T * LANES])
+                  * OP(splat)(s->decay[r + i / T]);
     for (int c = 0; c < CHUNK; c++) {
         const char *b[4], *later[4];
         for (int t = 0; t < T; t++) {
@@ -724,7 +761,8 @@ INLINE void OP(sum_rows)(struct OP(scratch) *s, const int r, const int R, const 
         }
     }
 #pragma GCC unroll 32
-    for (int i = 0; i < R * T; i++) OP(store_floats)(&s->sums[r + i / T][d + i % T * LANES], sums[i]);
+    for (int i = 0; i < R * T; i++)
+        OP(store_floats)(&s->sums[r + i / T][d + i % T * LANES], sums[i]);
 }
 
 /* Scores of a row become weights relative to the largest so far. */
@@ -738,7 +776,8 @@ INLINE void OP(weigh_row)(struct OP(scratch) *s, const int r, const struct tile 
         const int64_t end = MIN(counts[c], position + 1 - tiles[c]->position);
         const int64_t begin = position - window + 1 - tiles[c]->position;
         if (end < TILE || begin > 0) {
-            const ints seen = (lane_numbers < (int32_t)end) & (lane_numbers >= (int32_t)MAX(begin, 0));
+            const ints seen =
+                (lane_numbers < (int32_t)end) & (lane_numbers >= (int32_t)MAX(begin, 0));
             x[c] = OP(choose)(seen, x[c], OP(splat)(-INFINITY));
         }
         top = OP(larger)(x[c], top);
@@ -792,7 +831,8 @@ INLINE void OP(merge)(const struct attention *a, const struct item *item, const 
         floats sums[HEAD_DIM / LANES];
         for (int d = 0; d < width / LANES; d++) sums[d] = OP(splat)(0);
         const float *part = (const float *)a->partial;
-        part += ((int64_t)item->partials * a->num_kv_heads + (int64_t)head * rows + r) * (width + 2);
+        part += ((int64_t)item->partials * a->num_kv_heads + (int64_t)head * rows + r)
+                * (width + 2);
         const int64_t stride = (int64_t)rows * a->num_kv_heads * (width + 2);
         float top = -INFINITY, total = 0;
         for (int i = 0; i < item->num_splits; i++) top = MAX(top, part[i * stride + width]);
@@ -800,7 +840,8 @@ INLINE void OP(merge)(const struct attention *a, const struct item *item, const 
             const float weight = OP(exponential)(OP(splat)(part[i * stride + width] - top))[0];
             total += part[i * stride + width + 1] * weight;
             for (int d = 0; d < width / LANES; d++)
-                sums[d] = OP(fused)(OP(load_floats)(part + i * stride + d * LANES), OP(splat)(weight), sums[d]);
+                sums[d] = OP(fused)(OP(load_floats)(part + i * stride + d * LANES),
+                                    OP(splat)(weight), sums[d]);
         }
         for (int d = 0; d < width / LANES; d++) OP(store_floats)(&s->sums[r][d * LANES], sums[d]);
         totals[r] = total;
@@ -823,7 +864,8 @@ INLINE void OP(attend_item)(const struct attention *a, const struct item *item, 
         s->total[r] = OP(splat)(0);
         s->top[r] = -1e30f; /* finite: what is all hidden then weighs 0, not NaN */
     }
-    const struct tile *tile = OP(first_tile)(a, item), *end = a->tiles + item->tile + item->num_tiles;
+    const struct tile *tile = OP(first_tile)(a, item);
+    const struct tile *end = a->tiles + item->tile + item->num_tiles;
     for (; tile < end; tile += CHUNK) {
         const struct tile *tiles[CHUNK];
         const char *keys[CHUNK], *values[CHUNK], *next_keys[CHUNK], *next_values[CHUNK];
@@ -852,10 +894,14 @@ INLINE void OP(attend_item)(const struct attention *a, const struct item *item, 
             const int left = rows - r;
             int d = 0, done = 0;
 #define SUM(R) OP(sum_rows)(s, r, R, d, 4, width, values, next_values, counts, bf16); done = R
-            for (; d + 4 * LANES <= width; d += 4 * LANES) WITH_CHUNK_ROWS(left, SUM);
+            for (; d + 4 * LANES <= width; d += 4 * LANES) {
+                WITH_CHUNK_ROWS(left, SUM);
+            }
 #undef SUM
 #define SUM(R) OP(sum_rows)(s, r, R, d, 1, width, values, next_values, counts, bf16); done = R
-            for (; d < width; d += LANES) WITH_CHUNK_ROWS(left, SUM);
+            for (; d < width; d += LANES) {
+                WITH_CHUNK_ROWS(left, SUM);
+            }
 #undef SUM
             r += done;
         }
@@ -874,22 +920,25 @@ INLINE void OP(attend_item)(const struct attention *a, const struct item *item, 
         part[width + 1] = totals[r];
     }
     int32_t *unfinished = a->unfinished + (int64_t)item->group * a->num_kv_heads + head;
-    if (__atomic_sub_fetch(unfinished, 1, __ATOMIC_ACQ_REL) == 0)
+    if (__atomic_sub_fetch(unfinished, 1, __ATOMIC_ACQ_REL) == 0) {
         OP(merge)(a, item, head, rows, s, bf16); /* the last one to finish sees all parts */
+        *unfinished = item->num_splits;
+    }
 }
 
 INLINE void OP(attention)(struct attention *a, const int bf16) {
     struct OP(scratch) s;
-    const int64_t heads = a->num_kv_heads, all = a->num_items * heads;
+    const int64_t heads = a->num_kv_heads, all = a->work.total;
     const int64_t size = tile_bytes(a->head_dim, bf16);
-    int64_t index = take(&a->next, 1);
+    int64_t index = take(&a->work, 1);
     while (index < all) {
         /* Taken before the work on this one, which then fetches what that one reads first. */
-        const int64_t following = take(&a->next, 1), i = following < all ? following : index;
+        const int64_t following = take(&a->work, 1), i = following < all ? following : index;
         const struct tile *tile = OP(first_tile)(a, a->items + i / heads);
         const int64_t first = tile->index + i % heads * a->tiles_per_block;
         OP(attend_item)(a, a->items + index / heads, (int)(index % heads), a->pool + first * size,
                         &s, bf16);
+        finish(&a->work, 1);
         index = following;
     }
 }
@@ -931,11 +980,13 @@ INLINE void OP(rope)(struct rope *j, const int bf16) {
     const int64_t tiles_per_block = (j->block_size + TILE - 1) / TILE;
     float x[HEAD_DIM + LANES];
     uint32_t key[HEAD_DIM + LANES];
-    for (int64_t first; (first = take(&j->next, 8)) < j->num_tokens;)
-        for (int64_t t = first; t < MIN(first + 8, j->num_tokens); t++) {
+    for (int64_t first; (first = take(&j->work, 8)) < j->work.total;) {
+        const int64_t last = MIN(first + 8, j->work.total);
+        for (int64_t t = first; t < last; t++) {
             for (int h = 0; h < j->num_heads; h++) {
                 for (int d = 0; d < size; d += LANES)
-                    OP(store_floats)(x + d, OP(load)(j->qkv, (t * row + h) * size + d, size - d, bf16));
+                    OP(store_floats)(x + d, OP(load)(j->qkv, (t * row + h) * size + d, size - d,
+                                                     bf16));
                 OP(rotate)(x, j, j->q_norm, t, bf16);
                 for (int d = 0; d < size; d += LANES)
                     OP(store)(j->query, (t * j->num_heads + h) * size + d, size - d,
@@ -944,8 +995,8 @@ INLINE void OP(rope)(struct rope *j, const int bf16) {
             const int64_t block = j->slots[t] / j->block_size, slot = j->slots[t] % j->block_size;
             const int token = (int)(slot % TILE);
             for (int h = 0; h < j->num_kv_heads; h++) {
-                char *tile = j->pool + ((block * j->num_kv_heads + h) * tiles_per_block + slot / TILE)
-                                           * tile_bytes(size, bf16);
+                const int64_t index = (block * j->num_kv_heads + h) * tiles_per_block + slot / TILE;
+                char *tile = j->pool + index * tile_bytes(size, bf16);
                 const int64_t from = (t * row + j->num_heads + h) * size;
                 for (int d = 0; d < size; d += LANES)
                     OP(store_floats)(x + d, OP(load)(j->qkv, from + d, size - d, bf16));
@@ -964,14 +1015,17 @@ INLINE void OP(rope)(struct rope *j, const int bf16) {
                     memcpy(to + (int64_t)token * width * 4, value, (size_t)size * 4);
             }
         }
+        finish(&j->work, last - first);
+    }
 }
 
 /* ---- Norm and activation, row by row ---- */
 
 INLINE void OP(norm)(struct norm *j, const int bf16) {
     const int64_t size = j->size, some = MAX(1, 8192 / size);
-    for (int64_t first; (first = take(&j->next, some)) < j->num_rows;)
-        for (int64_t r = first; r < MIN(first + some, j->num_rows); r++) {
+    for (int64_t first; (first = take(&j->work, some)) < j->work.total;) {
+        const int64_t last = MIN(first + some, j->work.total);
+        for (int64_t r = first; r < last; r++) {
             const int64_t row = r * size;
             const void *x = j->x;
             floats squares = OP(splat)(0);
@@ -992,18 +1046,23 @@ INLINE void OP(norm)(struct norm *j, const int bf16) {
                           v * OP(load)(j->weight, i, size - i, bf16), bf16);
             }
         }
+        finish(&j->work, last - first);
+    }
 }
 
 INLINE void OP(activation)(struct activation *j, const int bf16) {
     const int64_t size = j->size, some = MAX(1, 8192 / size);
-    for (int64_t first; (first = take(&j->next, some)) < j->num_rows;)
-        for (int64_t r = first; r < MIN(first + some, j->num_rows); r++)
+    for (int64_t first; (first = take(&j->work, some)) < j->work.total;) {
+        const int64_t last = MIN(first + some, j->work.total);
+        for (int64_t r = first; r < last; r++)
             for (int64_t i = 0; i < size; i += LANES) {
                 const floats gate = OP(load)(j->gate_up, 2 * r * size + i, size - i, bf16);
                 const floats up = OP(load)(j->gate_up, (2 * r + 1) * size + i, size - i, bf16);
                 const floats silu = gate / (OP(exponential)(-gate) + OP(splat)(1));
                 OP(store)(j->output, r * size + i, size - i, OP(rounded)(silu, bf16) * up, bf16);
             }
+        finish(&j->work, last - first);
+    }
 }
 
 /* ---- Linear layer ---- */
@@ -1032,7 +1091,7 @@ INLINE void OP(linear_rows)(const struct linear *j, const int64_t m, const int R
 
 INLINE void OP(linear)(struct linear *j, const int bf16) {
     const int64_t units = bf16 ? j->in_features / 2 : j->in_features, width = PANEL * LANES;
-    for (int64_t panel; (panel = take(&j->next, 1)) * width < j->out_features;) {
+    for (int64_t panel; (panel = take(&j->work, 1)) < j->work.total;) {
         const char *weight = j->weight + panel * units * 64 * PANEL;
         /* The rows in blocks as equal as they can be. */
         int64_t blocks = (j->num_rows + MAX_ROWS - 1) / MAX_ROWS;
@@ -1043,6 +1102,7 @@ INLINE void OP(linear)(struct linear *j, const int bf16) {
 #undef LINEAR
             m += rows;
         }
+        finish(&j->work, 1);
     }
 }
 
@@ -1068,5 +1128,13 @@ static const struct kernels OP(kernels) = {
 #undef CHUNK_ROWS
 #undef WITH_ROWS
 #undef WITH_CHUNK_ROWS
+
+#if LEVEL >= 1 && defined(__clang__)
+#pragma clang attribute pop
+#elif LEVEL >= 1
+#pragma GCC pop_options
+#endif
+#undef LEVEL
+#undef LEVEL_NAME
 
 #endif

@@ -11,6 +11,7 @@ and a `PackedWeight`. Everything else is plain contiguous tensors.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib.machinery
@@ -35,6 +36,7 @@ __all__ = [
     "NativeOps",
     "NativeUnavailableError",
     "PackedWeight",
+    "library_path",
     "load",
 ]
 
@@ -59,10 +61,10 @@ class _Machine(ctypes.Structure):
 class _Attention(ctypes.Structure):
     _fields_: ClassVar = [
         ("next", c_int64),
+        ("done", c_int64),
+        ("total", c_int64),
         ("tiles", c_void_p),
         ("items", c_void_p),
-        ("num_items", c_int64),
-        ("num_groups", c_int64),
         ("num_heads", c_int32),
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
@@ -78,25 +80,25 @@ class _Attention(ctypes.Structure):
     ]
 
 
+_LAYER_POINTERS = (
+    "attention_norm",
+    "qkv",
+    "qkv_bias",
+    "q_norm",
+    "k_norm",
+    "output",
+    "output_bias",
+    "mlp_norm",
+    "gate_up",
+    "gate_up_bias",
+    "down",
+    "down_bias",
+    "pool",
+)
+
+
 class _Layer(ctypes.Structure):
-    _fields_: ClassVar = [
-        (name, c_void_p)
-        for name in (
-            "attention_norm",
-            "qkv",
-            "qkv_bias",
-            "q_norm",
-            "k_norm",
-            "output",
-            "output_bias",
-            "mlp_norm",
-            "gate_up",
-            "gate_up_bias",
-            "down",
-            "down_bias",
-            "pool",
-        )
-    ] + [("window", c_int64)]
+    _fields_: ClassVar = [*((name, c_void_p) for name in _LAYER_POINTERS), ("window", c_int64)]
 
 
 class _Step(ctypes.Structure):
@@ -122,7 +124,7 @@ class _Step(ctypes.Structure):
 
 _V, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 _SIGNATURES: dict[str, list[Any]] = {
-    "plan_attention": [_L] * 5 + [_V] * 7,
+    "plan_attention": [_L] * 5 + [_V] * 8,
     "attend": [_V, _L, _I, _V],
     "rope_and_store": [_V, _L, _I, _L, _I, _I, _I, _I, _V, _V, _V, _L, _V, _V, _F, _V, _V, _V],
     "rms_norm": [_V, _L, _I, _L, _L, _V, _V, _V, _F, _V, _V],
@@ -130,7 +132,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "linear": [_V, _L, _I, _L, _L, _L, _V, _L, _V, _V, _V, _I],
     "pack_weight": [_I, _L, _L, _V, _V],
     "unpack_rows": [_I, _L, _L, _V, _V, _V],
-    "forward": [_V, _L, _I, _V, _V, _L, _V],
+    "forward": [_V, _L, _I, _V, _V, _L, _V, _V],
 }
 
 
@@ -216,6 +218,9 @@ class NativeOps:
             for name, types in _SIGNATURES.items():
                 function = getattr(self._library, name)
                 function.argtypes, function.restype = types, None
+            self._library.best_level.restype = c_int32
+            self._library.program_bytes.argtypes = [c_int64]
+            self._library.program_bytes.restype = c_int64
         except (OSError, AttributeError) as error:
             raise NativeUnavailableError(f"{path} cannot be loaded: {error}") from error
         best = int(self._library.best_level())
@@ -282,10 +287,8 @@ class NativeOps:
             count *= size
         buffer = mmap.mmap(-1, max(count * dtype.itemsize, mmap.PAGESIZE))
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a kernel without them: ordinary pages do
                 buffer.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:
-                pass  # a kernel without them: ordinary pages do
         return torch.frombuffer(buffer, dtype=dtype, count=count).view(tuple(shape))
 
     def rope_and_store(
@@ -361,7 +364,8 @@ class NativeOps:
         most_items = batch.query_starts[-1] + num_sequences + most_tiles // _SPLIT
         tiles = torch.empty(most_tiles, 3, dtype=torch.int32)
         items = torch.empty(most_items, 9, dtype=torch.int32)
-        counts = torch.empty(3, dtype=torch.int64)
+        unfinished = torch.empty(num_sequences * num_kv_heads, dtype=torch.int32)
+        counts = torch.empty(2, dtype=torch.int64)
         tables, starts = batch.block_tables.contiguous(), batch.block_starts.contiguous()
         self._library.plan_attention(
             num_sequences,
@@ -375,17 +379,16 @@ class NativeOps:
             starts.data_ptr(),
             tiles.data_ptr(),
             items.data_ptr(),
+            unfinished.data_ptr(),
             counts.data_ptr(),
         )
-        num_items, num_groups, num_partials = counts.tolist()
+        num_items, num_partials = counts.tolist()
         width = -(-head_dim // 16) * 16
         partial = torch.empty(num_partials * num_kv_heads * (width + 2))
-        unfinished = torch.empty(num_groups * num_kv_heads, dtype=torch.int32)
         job = _Attention(
             tiles=tiles.data_ptr(),
             items=items.data_ptr(),
-            num_items=num_items,
-            num_groups=num_groups,
+            total=num_items * num_kv_heads,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -403,7 +406,7 @@ class NativeOps:
         """Run one layer of a plan; `NativeAttention` calls it."""
         self._library.attend(self._address, torch.get_num_threads(), bf16, ctypes.addressof(job))
 
-    def forward(self, bf16: int, step: _Step, layers: Any, job: _Attention) -> None:
+    def forward(self, bf16: int, step: _Step, layers: Any, job: _Attention, room: Tensor) -> None:
         """Run a decoder's step; `NativeDecoder` calls it."""
         self._library.forward(
             self._address,
@@ -413,7 +416,12 @@ class NativeOps:
             ctypes.addressof(layers),
             len(layers),
             ctypes.addressof(job),
+            room.data_ptr(),
         )
+
+    def program_bytes(self, num_layers: int) -> int:
+        """Memory that `forward` needs for what it tells the threads."""
+        return int(self._library.program_bytes(num_layers))
 
     # ---- row by row ----
 
@@ -569,6 +577,7 @@ class NativeDecoder:
             eps=eps,
             norm=norm.data_ptr(),
         )
+        self._program = torch.empty(ops.program_bytes(len(layers)), dtype=torch.uint8)
         self._room: dict[str, Tensor] = {}
 
     def forward(
@@ -592,13 +601,15 @@ class NativeDecoder:
             if room is None or room.numel() < num_tokens * width:
                 room = self._room[name] = torch.empty(num_tokens * width, dtype=self._dtype)
             setattr(step, name, room.data_ptr())
-        self._ops.forward(self._dtype is torch.bfloat16, step, self._layers, attention.job)
+        self._ops.forward(
+            self._dtype is torch.bfloat16, step, self._layers, attention.job, self._program
+        )
         return normed
 
 
 def _layer(layer: NativeLayer) -> _Layer:
     result = _Layer(window=_NO_WINDOW if layer.window is None else layer.window)
-    for name, _ in _Layer._fields_[:-1]:
+    for name in _LAYER_POINTERS:
         value = getattr(layer, name)
         setattr(result, name, _address(value.data if isinstance(value, PackedWeight) else value))
     return result
@@ -610,7 +621,7 @@ def _address(tensor: Tensor | None) -> int | None:
 
 @functools.cache
 def load() -> NativeOps:
-    """The library that was built with the package, loaded once.
+    """The library, loaded once.
 
     :raises NativeUnavailableError: if it is switched off, was not built or cannot be loaded.
     """
@@ -621,24 +632,38 @@ def load() -> NativeOps:
         raise NativeUnavailableError(
             f"RAGSERVE_NATIVE={choice!r} is none of 0, 1, {', '.join(LEVELS)}"
         )
-    for suffix in importlib.machinery.EXTENSION_SUFFIXES:
-        path = Path(__file__).with_name(f"_native{suffix}")
+    return NativeOps(library_path(), level=choice if choice in LEVELS else None)
+
+
+def library_path() -> Path:
+    """Where the library that was built with the package is; `RAGSERVE_NATIVE_LIBRARY` names
+    another one, such as a build with a sanitizer.
+
+    :raises NativeUnavailableError: if there is none.
+    """
+    if other := os.environ.get("RAGSERVE_NATIVE_LIBRARY"):
+        return Path(other)
+    names = [f"_native{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    for name in names:
+        path = Path(__file__).with_name(name)
         if path.exists():
-            return NativeOps(path, level=choice if choice in LEVELS else None)
+            return path
     raise NativeUnavailableError(
-        f"not built: there is no _native{importlib.machinery.EXTENSION_SUFFIXES[0]} in "
-        f"{Path(__file__).parent}; install the package where there is a C compiler"
+        f"not built: {Path(__file__).parent} has no {names[0]}; install the package where there "
+        "is a C compiler"
     )
 
 
 def _find_fork() -> int | None:
     """Address of GOMP_parallel in the OpenMP runtime that torch uses: that runtime's pool of
     threads is then ours too. None where there is none: everything runs on the calling thread."""
-    mode = getattr(os, "RTLD_NOLOAD", None)
+    mode: int | None = getattr(os, "RTLD_NOLOAD", None)
     folder = Path(torch.__file__).parent / "lib"
     found = sorted(folder.glob("libgomp*")) + sorted(folder.glob("lib*omp5*"))
     libraries: list[ctypes.CDLL] = []
-    for path in found if mode is not None else []:
+    for path in found:
+        if mode is None:
+            break
         try:
             libraries.append(ctypes.CDLL(str(path), mode=mode | os.RTLD_NOW))
         except OSError:
