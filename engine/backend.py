@@ -6,6 +6,7 @@ in a layout of their own.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from typing import Protocol
 
@@ -138,6 +139,7 @@ class NativeBackend:
         # A tied embedding is read from the packed rows, so that it is in memory once.
         self._embedding = None if config.tie_word_embeddings else model.embedding
         del model.embedding, model.lm_head
+        _trim_heap()
 
     @staticmethod
     def block_bytes(
@@ -211,6 +213,15 @@ def native_operations(model: DecoderModel) -> kernels.NativeOps | None:
         _logger.info("running on torch's operations: %s", refusal)
         return None
     return ops
+
+
+def _trim_heap() -> None:
+    """Give freed weights back to the system: glibc keeps freed memory of this size for itself."""
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, TypeError, OSError):
+        return  # another C library: it has its own way
+    trim(0)
 
 
 def _pool_shape(

@@ -5,6 +5,7 @@ It never waits for a consumer. A stream whose consumer falls too far behind is p
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import queue
 import threading
@@ -25,6 +26,10 @@ __all__ = ["Driver", "DriverState", "Subscriber"]
 T = TypeVar("T")
 
 DriverState: TypeAlias = Literal["ready", "draining", "closed", "dead"]
+
+
+_EXIT_SECONDS = 30.0
+"""How long the end of the interpreter waits for the step under way."""
 
 
 class Subscriber(Protocol):
@@ -81,6 +86,9 @@ class Driver:
 
     def start(self) -> None:
         """Start the thread."""
+        # A daemon thread that still computes when the interpreter ends takes the process down
+        # with it; one that is no daemon would keep the process from ending.
+        atexit.register(self._end_at_exit)
         self._thread.start()
 
     def submit(self, requests: Sequence[Request], subscriber: Subscriber) -> None:
@@ -203,7 +211,17 @@ class Driver:
         if not self._over:
             self._commands.put(command)
 
+    def _end_at_exit(self) -> None:
+        self.terminate()
+        self.join(_EXIT_SECONDS)
+
     def _run(self) -> None:
+        try:
+            self._run_to_the_end()
+        finally:
+            atexit.unregister(self._end_at_exit)
+
+    def _run_to_the_end(self) -> None:
         cause: BaseException | None = None
         try:
             self._loop()

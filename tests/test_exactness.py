@@ -7,6 +7,8 @@ token was written to would show at once.
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -558,3 +560,33 @@ def test_through_the_synchronous_face(tiny_model: Callable[..., Path], oracle: O
     assert [c.token_ids for c in first] == expected
     assert [c.token_ids for c in again] == expected
     assert all(c.usage.cached_tokens >= 30 for c in again)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"), [("raise SystemExit(3)", 3), ("raise KeyError('x')", 1), ("return", 0)]
+)
+def test_process_ends_cleanly_while_the_engine_computes(
+    tiny_model: Callable[..., Path], ending: str, code: int
+) -> None:
+    script = f"""
+import asyncio
+from ragserve import Engine, SamplingParams
+
+async def main():
+    engine = await Engine.open({str(tiny_model("llama"))!r}, max_model_len=2048)
+    async def run():
+        params = SamplingParams(max_tokens=2000, ignore_eos=True)
+        async for _ in engine.stream(list(range(4, 40)), params):
+            pass
+    tasks = [asyncio.create_task(run()) for _ in range(8)]
+    while not engine.statistics().generated_tokens:
+        await asyncio.sleep(0)
+    {ending}
+
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == code, done.stderr
+    assert "terminate called" not in done.stderr

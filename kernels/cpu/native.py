@@ -285,7 +285,12 @@ class NativeOps:
         count = 1
         for size in shape:
             count *= size
-        buffer = mmap.mmap(-1, max(count * dtype.itemsize, mmap.PAGESIZE))
+        size = max(count * dtype.itemsize, mmap.PAGESIZE)
+        if os.name == "posix":
+            # Private: a forked child must not write into it; and only so is it in huge pages.
+            buffer = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            buffer = mmap.mmap(-1, size)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError):  # a kernel without them: ordinary pages do
                 buffer.madvise(mmap.MADV_HUGEPAGE)
