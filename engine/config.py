@@ -32,8 +32,9 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     max_num_seqs: int = 64
     """Most sequences computed in one step."""
-    max_num_batched_tokens: int = 512
-    """Most tokens computed in one step, prompts and answers together."""
+    max_num_batched_tokens: int = 384
+    """Most tokens computed in one step, prompts and answers together. Streams get their next
+    token once a step, so this bounds how long arriving prompts make them wait."""
     long_prefill_token_threshold: int | None = None
     """A prompt with more tokens than this left to compute is long: it takes at most half of a
     step that shorter prompts want too; None is twice `max_num_batched_tokens`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,14 +81,17 @@ class PretrainedModel:
                 folder = convert(Path(self.name))
             else:
                 folder = resolve_folder(self.name, config.revision)
-        with _timed(seconds, "tokenizer"):
-            tokenizer = Tokenizer.load(folder, num_clones=config.num_tokenizers)
-        device = torch.device(config.device)
-        with _timed(seconds, "weights"):
-            wanted = None if config.dtype == "auto" else getattr(torch, config.dtype)
-            model = load_model(
-                folder, dtype=wanted, device=device, max_model_len=config.max_model_len
-            )
+        with ThreadPoolExecutor(1, thread_name_prefix="ragserve loading") as beside:
+            tokenizing = beside.submit(self._load_tokenizer, folder, config, seconds)
+            with _timed(seconds, "weights"):
+                dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+                model = load_model(
+                    folder,
+                    dtype=dtype,
+                    device=torch.device(config.device),
+                    max_model_len=config.max_model_len,
+                )
+            tokenizer = tokenizing.result()
         tokenizer.check_model(model.config.vocab_size)
         ops = native_operations(model)
         per_block = block_bytes(model, ops, config.block_size)
@@ -110,6 +114,11 @@ class PretrainedModel:
             num_threads=config.num_threads or torch.get_num_threads(),
             seconds=seconds,
         )
+
+    @staticmethod
+    def _load_tokenizer(folder: Path, config: EngineConfig, seconds: dict[str, float]) -> Tokenizer:
+        with _timed(seconds, "tokenizer"):
+            return Tokenizer.load(folder, num_clones=config.num_tokenizers)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ import itertools
 import json
 import operator
 import queue
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -103,9 +103,7 @@ class Tokenizer:
                 f"{folder} holds no tokenizer: none of {', '.join(_FILES)} is there; "
                 "save the tokenizer into it with save_pretrained"
             )
-        from transformers import AutoTokenizer
-
-        load_pretrained: Any = AutoTokenizer.from_pretrained
+        load_pretrained = _pretrained_loader(folder)
         try:
             tokenizer = load_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=trust_remote_code
@@ -369,6 +367,26 @@ def _clone(backend: Backend) -> Backend:
     clone.no_truncation()
     clone.no_padding()
     return clone
+
+
+def _pretrained_loader(folder: Path) -> Callable[..., Any]:
+    """`from_pretrained` of the class that the folder names.
+
+    AutoTokenizer finds the same class, after most of a second spent on configuration classes of
+    models.
+    """
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        name = config.get("tokenizer_class")
+    except (OSError, ValueError, AttributeError):
+        name = None
+    if name == "PreTrainedTokenizerFast" and (folder / "tokenizer.json").is_file():
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained
 
 
 def _eos_token_ids(config: Path) -> frozenset[int]:
