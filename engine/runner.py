@@ -19,13 +19,12 @@ class ModelRunner:
     """Plans to sampled tokens, over a backend. Used by one thread.
 
     :param backend: weights and KV pool; block numbers of plans index it.
-    :param num_threads: CPU threads of a step, in the thread that calls `execute`; None leaves
-        torch's setting.
+    :param num_threads: CPU threads of a step, in the thread that calls `execute`.
     """
 
-    def __init__(self, backend: Backend, *, num_threads: int | None) -> None:
+    def __init__(self, backend: Backend, *, num_threads: int) -> None:
         self._backend: Backend | None = backend
-        self._num_threads = num_threads
+        self._num_threads: int | None = num_threads
         self._sampler = Sampler(backend.config.vocab_size)
 
     def close(self) -> None:

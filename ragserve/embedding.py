@@ -69,6 +69,9 @@ class SentenceTransformerEmbedder:
     batch: a question does not wait behind a thousand documents. May be shared by threads and
     by event loops, asyncio and trio.
 
+    On a CPU, questions are embedded on one core, so as not to fight over cores with the engine's
+    steps; documents, which come in bulk, on as many as torch is set to.
+
     :param model: a hub id or folder, loaded at first use; or an object with `encode`.
     :param batch_size: most texts that go through the model at once.
     :param device: where to load the model, like "cpu" or "cuda:0"; None lets the library choose.
@@ -240,7 +243,7 @@ class SentenceTransformerEmbedder:
         if not texts:
             return
         try:
-            vectors = self._vectors(texts, self._prompt(batch[0].job.kind))
+            vectors = self._vectors(texts, batch[0].job.kind)
         except BaseException as exc:
             if len(batch) == 1:
                 batch[0].job.finish(exc)
@@ -254,15 +257,16 @@ class SentenceTransformerEmbedder:
             part.job.fill(part.rows, vectors[start : start + len(part.rows)])
             start += len(part.rows)
 
-    def _vectors(self, texts: list[str], prompt: str | None) -> Vectors:
+    def _vectors(self, texts: list[str], kind: TextKind) -> Vectors:
         if _is_sentence_transformer(self._model):
-            output = self._model.encode(
-                texts,
-                prompt_name=prompt,
-                batch_size=self._batch_size,
-                show_progress_bar=False,
-                convert_to_numpy=True,
-            )
+            with _threads(1 if kind == "query" else None):
+                output = self._model.encode(
+                    texts,
+                    prompt_name=self._prompt(kind),
+                    batch_size=self._batch_size,
+                    show_progress_bar=False,
+                    convert_to_numpy=True,
+                )
         else:
             output = self._model.encode(texts)
         if callable(getattr(output, "detach", None)):  # a torch tensor, on any device
@@ -389,6 +393,20 @@ def _load_error(name: str, cause: BaseException) -> ModelLoadError:
     error = ModelLoadError(f"the embedding model {name} cannot be loaded: {cause}")
     error.__cause__ = cause
     return error
+
+
+@contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    """Compute with so many threads; None leaves torch's setting, which is the calling thread's."""
+    import torch
+
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

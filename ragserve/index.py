@@ -284,6 +284,8 @@ class FaissIndex:
     ) -> list[list[ScoredChunk]]:
         import faiss
 
+        # Of this thread, which is the index's own: the cores are the engine's.
+        faiss.omp_set_num_threads(1)
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
         if vectors.ndim != 2:
             raise InvalidParamsError("query", vectors.shape, "one vector, or rows of vectors")
