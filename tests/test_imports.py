@@ -48,6 +48,7 @@ def test_every_module_lists_its_public_names() -> None:
     for path in (p for floor in FLOORS for p in (ROOT / floor).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         targets = [t for n in tree.body if isinstance(n, ast.Assign) for t in n.targets]
+        targets += [n.target for n in tree.body if isinstance(n, ast.AnnAssign)]
         names = {t.id for t in targets if isinstance(t, ast.Name)}
         empty = all(isinstance(node, ast.Expr | ast.ImportFrom) for node in tree.body)
         silent = path.name == "_version.py" or (path.name == "__init__.py" and empty)
