@@ -131,6 +131,7 @@ class NativeBackend:
                 )
             )
             del layer, attention, mlp
+            _trim_heap()
         self.pools = [layer.pool for layer in layers]
         self._decoder = kernels.NativeDecoder(
             ops, layers, norm=model.norm, block_size=block_size, eps=config.rms_norm_eps
@@ -216,7 +217,8 @@ def native_operations(model: DecoderModel) -> kernels.NativeOps | None:
 
 
 def _trim_heap() -> None:
-    """Give freed weights back to the system: glibc keeps freed memory of this size for itself."""
+    """Give freed weights back to the system, so that no more than a layer is in memory twice:
+    glibc keeps freed memory of this size for itself."""
     try:
         trim = ctypes.CDLL(None).malloc_trim
     except (AttributeError, TypeError, OSError):
