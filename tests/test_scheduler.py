@@ -331,7 +331,7 @@ def test_choices_that_wait_for_their_prompt_let_others_pass() -> None:
 
 
 def test_streams_get_a_token_in_every_step_while_a_long_prompt_is_computed() -> None:
-    rig = Rig(2048)
+    rig = Rig(2048, max_num_batched_tokens=512)
     streams = [rig.add(20, max_tokens=100) for _ in range(5)]
     rig.step()
     long = rig.add(20_000, max_tokens=2)

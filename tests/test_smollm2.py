@@ -201,7 +201,7 @@ def test_batch_of_32_with_staggered_arrivals(folder: Path, cases: list[Case]) ->
 
 @pytest.mark.parametrize("chunk", [16, 33])
 def test_small_chunks(folder: Path, cases: list[Case], chunk: int) -> None:
-    """512, the default, is in every other test."""
+    """The default is in every other test."""
     with LLM(
         folder,
         dtype="float32",
