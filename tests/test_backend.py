@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from ragserve.engine import LLM, SamplingParams
+from ragserve.engine import LLM, Engine, SamplingParams
 from ragserve.engine.backend import (
     NativeBackend,
     TorchBackend,
@@ -21,6 +23,14 @@ from ragserve.engine.models import DecoderModel, load_model
 from ragserve.kernels import NativeUnavailableError, load_native
 
 PROMPT = list(range(4, 40))
+
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +105,19 @@ def test_what_the_kernels_refuse_runs_on_torch(
     assert len(completion.token_ids) == 4
     assert sum("running on torch's operations" in r.message for r in caplog.records) == 1
     assert reason in caplog.text
+
+
+async def test_closing_gives_the_memory_back_while_the_engine_object_lives(
+    tiny_model: Callable[..., Path],
+) -> None:
+    for _ in range(3):
+        engine = await Engine.open(tiny_model("llama"), dtype="float32")
+        await engine.generate(PROMPT, SamplingParams(max_tokens=4))
+        backend = weakref.ref(engine._loaded.runner._backend)  # type: ignore[attr-defined]
+        assert backend() is not None
+        await engine.aclose()
+        gc.collect()
+        assert backend() is None
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 20, 64])
