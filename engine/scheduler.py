@@ -23,9 +23,9 @@ from .request import Chunk, Request, RequestState
 
 __all__ = ["SampledToken", "ScheduledChunk", "Scheduler", "StepPlan", "StepResult"]
 
-_ADMISSION_SCAN = 32
-"""Waiting requests, of those that could run, looked at per step: enough to pass a few long
-prompts, and bounded."""
+_LONG_LOOKUPS = 32
+"""Long prompts without a place, per step, for which the cache is asked whether it makes them short:
+bounds the time that many of them take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,14 +299,21 @@ class Scheduler:
         seats = self._config.max_num_seqs - sum(not r.paused for r in self.running)
         if seats <= 0:
             return 0
-        ready = (r for r in self.waiting if not r.paused and r.leader is None)
-        for request in list(itertools.islice(ready, _ADMISSION_SCAN)):
+        threshold, lookups = self._config.long_threshold, 0
+        for request in list(self.waiting):
             if left <= 0 or seats <= 0:
                 break
+            if request.paused or request.leader is not None:
+                continue
+            no_long = len(long) >= self._config.max_long_partial_prefills
+            if no_long and request.num_tokens > threshold:
+                if lookups == _LONG_LOOKUPS:
+                    continue
+                lookups += 1
             shared = request.blocks or self._find_prefix(request)
             cached = request.layout.start(len(shared))
-            is_long = request.num_tokens - cached > self._config.long_threshold
-            if is_long and len(long) >= self._config.max_long_partial_prefills:
+            is_long = request.num_tokens - cached > threshold
+            if is_long and no_long:
                 continue
             if not self._seat(request, shared):
                 break

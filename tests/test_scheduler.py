@@ -330,6 +330,17 @@ def test_choices_that_wait_for_their_prompt_let_others_pass() -> None:
 # -- decode first and chunks ----------------------------------------------------------
 
 
+def test_short_prompts_pass_any_number_of_long_ones() -> None:
+    rig = Rig(4096, max_num_batched_tokens=64, max_num_seqs=8)
+    long = [rig.add(600, max_tokens=1) for _ in range(100)]
+    rig.step()
+    short = rig.add(20, max_tokens=1)
+    rig.step()
+    assert short.output_token_ids
+    rig.drain()
+    assert all(request.output_token_ids for request in long)
+
+
 def test_streams_get_a_token_in_every_step_while_a_long_prompt_is_computed() -> None:
     rig = Rig(2048, max_num_batched_tokens=512)
     streams = [rig.add(20, max_tokens=100) for _ in range(5)]
