@@ -53,7 +53,7 @@ wheel: $(INSTALLED)
 
 venv: $(INSTALLED)
 
-$(INSTALLED): requirements-dev.txt requirements-models.txt pyproject.toml
+$(INSTALLED): requirements-dev.txt requirements-models.txt pyproject.toml kernels/cpu/native.c
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit( \
 		f"ragserve needs Python 3.11 or newer and $(PYTHON) is {sys.version.split()[0]}; " \
 		"name another one: make PYTHON=python3.12 ...")'
