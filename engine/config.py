@@ -20,7 +20,8 @@ class EngineConfig:
     """
 
     dtype: DType = "auto"
-    """Of weights, KV and arithmetic; "auto" is the checkpoint's own."""
+    """Of weights, KV and arithmetic; "auto" is the checkpoint's own. Weights in a narrower one
+    than the checkpoint's are kept in the user's cache directory when they are first opened."""
     device: str = "cpu"
     max_model_len: int | None = None
     """Most tokens of prompt and answer together; None is what the model was trained for."""

@@ -71,7 +71,7 @@ class PretrainedModel:
 
             from .backend import block_bytes, make_backend, native_operations
             from .kv_cache import plan_blocks
-            from .models import load_model, resolve_folder
+            from .models import cast, load_model, resolve_folder
             from .runner import ModelRunner
 
         with _timed(seconds, "files"):
@@ -81,10 +81,12 @@ class PretrainedModel:
                 folder = convert(Path(self.name))
             else:
                 folder = resolve_folder(self.name, config.revision)
+            dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
+            if dtype is not None:
+                folder = cast(folder, dtype)
         with ThreadPoolExecutor(1, thread_name_prefix="ragserve loading") as beside:
             tokenizing = beside.submit(self._load_tokenizer, folder, config, seconds)
             with _timed(seconds, "weights"):
-                dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
                 model = load_model(
                     folder,
                     dtype=dtype,

@@ -122,6 +122,12 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
                 parameter.copy_(0.15 * noise)
 
 
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What tests make of tiny models is kept out of the user's cache."""
+    monkeypatch.setenv("RAGSERVE_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_model(family, **overrides)`: a folder with a small random model and a tokenizer.

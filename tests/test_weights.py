@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ragserve.engine.errors import ModelLoadError
-from ragserve.engine.models import DecoderModel, ModelConfig, load_model, resolve_folder
+from ragserve.engine.models import DecoderModel, ModelConfig, cast, load_model, resolve_folder
 
 CPU = torch.device("cpu")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -340,3 +341,51 @@ def test_an_unreachable_hub_is_a_load_error(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_name_that_cannot_be_is_a_load_error(name: str) -> None:
     with pytest.raises(ModelLoadError):
         resolve_folder(name)
+
+
+def test_a_narrower_copy_is_made_once_and_holds_the_same(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGSERVE_CACHE", str(tmp_path))
+    folder = tiny_model("qwen2")
+    copy = cast(folder, torch.bfloat16)
+    assert copy.parent.parent == tmp_path
+    written = (copy / "model.safetensors").stat().st_mtime_ns
+    assert cast(folder, torch.bfloat16) == copy
+    assert (copy / "model.safetensors").stat().st_mtime_ns == written
+    kept = load_model(copy, dtype=torch.bfloat16, device=CPU).tensors()
+    read = load_model(folder, dtype=torch.bfloat16, device=CPU).tensors()
+    assert kept.keys() == read.keys()
+    assert all(torch.equal(kept[name], read[name]) for name in read)
+    assert (copy / "tokenizer.json").read_bytes() == (folder / "tokenizer.json").read_bytes()
+    # Neither a copy of a copy, nor a wider or an equally wide one.
+    assert cast(copy, torch.bfloat16) == copy
+    assert cast(copy, torch.float32) == copy
+    assert cast(folder, torch.float32) == folder
+
+
+def test_a_narrower_copy_is_made_anew_when_its_source_changes_or_it_is_damaged(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGSERVE_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("llama"), folder)
+    first = cast(folder, torch.bfloat16)
+    whole = (first / "model.safetensors").read_bytes()
+    (first / "model.safetensors").write_bytes(whole[:100])
+    assert cast(folder, torch.bfloat16) == first
+    assert (first / "model.safetensors").read_bytes() == whole
+    os.utime(folder / "model.safetensors", ns=(1, 1))
+    assert cast(folder, torch.bfloat16) != first
+
+
+def test_without_room_for_a_narrower_copy_the_model_still_opens(
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("RAGSERVE_CACHE", str(tmp_path / "file"))
+    assert cast(tiny_model("llama"), torch.bfloat16) == tiny_model("llama")
+    assert "is not kept in bfloat16" in caplog.text

@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 
 from ..errors import InvalidParamsError, ModelLoadError
+from .cast import cast
 from .config import ModelConfig
 from .decoder import DecoderModel
 from .layers import Attend
 from .weights import Checkpoint, load_weights
 
-__all__ = ["Attend", "DecoderModel", "ModelConfig", "load_model", "resolve_folder"]
+__all__ = ["Attend", "DecoderModel", "ModelConfig", "cast", "load_model", "resolve_folder"]
 
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
 # Sub-folders hold other formats, and Mistral's repositories a second copy of the weights.

@@ -17,13 +17,12 @@ import json
 import math
 import re
 import shutil
-import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from ..cache import cache_directory
+from ..cache import cache_directory, is_made, make_folder
 from ..errors import ModelLoadError, UnsupportedModelError
 from .gguf_tokenizer import build_tokenizer, special_token_ids
 
@@ -38,9 +37,6 @@ Progress: TypeAlias = Callable[[int, int], None]
 
 _CONVERTER = "1"
 """Part of every fingerprint; raise it when what is written changes."""
-
-_RECORD = "conversion.json"
-"""Written into the folder: what it was made from, and each file's size."""
 
 _CLASSES = {
     "llama": "LlamaForCausalLM",
@@ -73,30 +69,20 @@ def convert(path: Path, out: Path | None = None, *, progress: Progress | None = 
         target = Path(out)
     else:
         target = cache_directory() / "models" / f"{path.stem}-{fingerprint[:16]}"
-    if _is_complete(target, fingerprint):
+    if is_made(target, fingerprint):
         return target
     if out is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ModelLoadError(
             f"{target} exists and does not hold the conversion of {path}; "
             f"remove it or name another folder"
         )
-
     try:
         checkpoint = _read(path)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Beside the target, hence on the same file system: the rename below is atomic.
-        with tempfile.TemporaryDirectory(
-            dir=target.parent, prefix=f".{target.name}-", ignore_cleanup_errors=True
-        ) as scratch:
-            folder = Path(scratch) / "model"
-            folder.mkdir()
-            _write_folder(checkpoint, folder, progress)
-            sizes = {file.name: file.stat().st_size for file in sorted(folder.iterdir())}
-            _write_json(folder / _RECORD, {"fingerprint": fingerprint, "files": sizes})
-            _move(folder, target, fingerprint)
+        return make_folder(
+            target, fingerprint, lambda folder: _write_folder(checkpoint, folder, progress)
+        )
     except OSError as error:
         raise ModelLoadError(f"cannot convert {path} to {target}: {error}") from error
-    return target
 
 
 def _fingerprint(path: Path) -> str:
@@ -109,30 +95,6 @@ def _fingerprint(path: Path) -> str:
             file.seek(max(0, size - length) * i // (samples - 1))
             digest.update(file.read(length))
     return digest.hexdigest()
-
-
-def _is_complete(folder: Path, fingerprint: str) -> bool:
-    """Whether the folder was converted from this file and all its files are still there."""
-    try:
-        record = json.loads((folder / _RECORD).read_text("utf-8"))
-        return record["fingerprint"] == fingerprint and all(
-            (folder / name).stat().st_size == size for name, size in record["files"].items()
-        )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False  # absent, incomplete, or someone else's file of that name
-
-
-def _move(folder: Path, target: Path, fingerprint: str) -> None:
-    """Puts the finished folder in place; another process may have done so meanwhile."""
-    try:
-        folder.rename(target)
-    except OSError:
-        if _is_complete(target, fingerprint):
-            return
-        if not target.is_dir():
-            raise
-        shutil.rmtree(target)  # an earlier conversion of this file, since damaged
-        folder.rename(target)
 
 
 # ---- reading

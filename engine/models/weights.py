@@ -13,11 +13,12 @@ from torch import Tensor
 
 from ..errors import ModelLoadError
 
-__all__ = ["Checkpoint", "load_weights"]
+__all__ = ["DTYPES", "Checkpoint", "load_weights"]
 
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+"""What weights may be stored in; others belong to quantized models."""
 # Old checkpoints carry RoPE's frequencies, which follow from the config.
 _HARMLESS = ("rotary_emb.inv_freq",)
 
@@ -103,7 +104,7 @@ def _check(path: Path, name: str, source: Tensor, target: Tensor) -> None:
             f"{path}: {name} has shape {list(source.shape)} and config.json implies "
             f"{list(target.shape)}"
         )
-    if source.dtype not in _DTYPES:
+    if source.dtype not in DTYPES:
         raise ModelLoadError(
             f"{path}: {name} is {source.dtype}; quantized weights need the model's original files"
         )
