@@ -23,6 +23,7 @@ class EngineConfig:
     """Of weights, KV and arithmetic; "auto" is the checkpoint's own. Weights in a narrower one
     than the checkpoint's are kept in the user's cache directory when they are first opened."""
     device: str = "cpu"
+    """Where it computes; only "cpu" so far."""
     max_model_len: int | None = None
     """Most tokens of prompt and answer together; None is what the model was trained for."""
     block_size: int = 16
@@ -65,6 +66,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise InvalidParamsError("dtype", self.dtype, "one of auto, float32, bfloat16, float16")
+        if self.device != "cpu":
+            raise InvalidParamsError("device", self.device, '"cpu"; GPUs are not supported yet')
         if self.trust_remote_code:
             raise InvalidParamsError(
                 "trust_remote_code", True, "only False; code from a model's folder is never run"

@@ -83,7 +83,7 @@ class ScriptedModel:
             name="scripted",
             runner=self,
             tokenizer=Tokenizer.from_fast(byte_tokenizer(), config.num_tokenizers),
-            vocab_size=258,
+            vocab_size=BOS + 1,
             max_model_len=config.max_model_len or self._max_model_len,
             num_blocks=self._num_blocks,
         )

@@ -237,6 +237,7 @@ async def test_invalid_arguments_are_refused_at_once(
         {"max_num_seqs": 2.5},
         {"queue_timeout": 0},
         {"watermark": 1.0},
+        {"device": "cuda"},
         {"max_num_seqs": 600, "max_num_batched_tokens": 599},
         {"trust_remote_code": True},
     ],

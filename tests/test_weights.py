@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ragserve.engine.errors import ModelLoadError
+from ragserve.engine.errors import ModelLoadError, UnsupportedModelError
 from ragserve.engine.models import DecoderModel, ModelConfig, cast, load_model, resolve_folder
 
 CPU = torch.device("cpu")
@@ -389,3 +389,14 @@ def test_without_room_for_a_narrower_copy_the_model_still_opens(
     monkeypatch.setenv("RAGSERVE_CACHE", str(tmp_path / "file"))
     assert cast(tiny_model("llama"), torch.bfloat16) == tiny_model("llama")
     assert "is not kept in bfloat16" in caplog.text
+
+
+def test_a_model_that_cannot_be_run_is_refused_before_it_is_cast(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAGSERVE_CACHE", str(tmp_path / "cache"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Unheard"]}))
+    with pytest.raises(UnsupportedModelError, match="Unheard"):
+        cast(folder, torch.bfloat16)
+    assert not (tmp_path / "cache").exists()

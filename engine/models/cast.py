@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from ..cache import cache_directory, make_folder
+from .config import ModelConfig
 from .weights import DTYPES, Checkpoint
 
 __all__ = ["cast"]
@@ -32,7 +33,9 @@ def cast(folder: Path, dtype: torch.dtype) -> Path:
     itself is returned, and the weights are cast each time that they are read.
 
     :raises ModelLoadError: if the weights are missing or broken.
+    :raises UnsupportedModelError: if it is a model that cannot be run anyway.
     """
+    ModelConfig.from_folder(folder)  # refused before, not after, gigabytes are written
     checkpoint = Checkpoint(folder)
     if dtype.itemsize >= checkpoint.dtype.itemsize:
         return folder
@@ -44,6 +47,7 @@ def cast(folder: Path, dtype: torch.dtype) -> Path:
     target = cache_directory() / "models" / f"{folder.name}-{name}-{fingerprint[:16]}"
 
     def write(scratch: Path) -> None:
+        _logger.info("casting %s to %s, once, into %s", folder, name, target)
         for pattern in _BESIDES:
             for file in folder.glob(pattern):
                 if not file.name.startswith("conversion"):
