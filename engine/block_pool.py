@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 from .prompt import Retention
 
-__all__ = ["BlockKey", "BlockLayout", "BlockPool", "PoolStatistics", "block_keys"]
+__all__ = ["BlockKey", "BlockLayout", "BlockPool", "PoolStatistics", "block_keys", "next_key"]
 
 BlockKey = bytes
 """Names the content of a block: its own tokens, all tokens before, and the namespace."""
@@ -110,13 +110,18 @@ def block_keys(
             namespace.encode("utf-8", "surrogatepass"), digest_size=32, person=b"ragserve-kv-root"
         ).digest()
     for index in range(len(keys), layout.num_complete(len(token_ids))):
-        tokens = array("I", token_ids[layout.start(index) : layout.start(index + 1)])
-        digest = hashlib.blake2b(parent, digest_size=32, person=b"ragserve-kv-blck")
-        digest.update(len(tokens).to_bytes(4, "little"))
-        digest.update(tokens)
-        parent = digest.digest()
+        parent = next_key(parent, token_ids[layout.start(index) : layout.start(index + 1)])
         keys.append(parent)
     return keys
+
+
+def next_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
+    """Key of the block of `token_ids` that follows the one of `parent` (see `block_keys`)."""
+    tokens = array("I", token_ids)
+    digest = hashlib.blake2b(parent, digest_size=32, person=b"ragserve-kv-blck")
+    digest.update(len(tokens).to_bytes(4, "little"))
+    digest.update(tokens)
+    return digest.digest()
 
 
 @dataclass(frozen=True, slots=True)

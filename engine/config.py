@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from .errors import InvalidParamsError
 
 __all__ = ["DType", "EngineConfig"]
 
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+_GPU_DEFAULTS: dict[str, Any] = {
+    "max_num_seqs": 128,
+    "max_num_batched_tokens": 8192,
+    "max_num_prefill_tokens": 2048,
+}
+"""A GPU computes a prompt's tokens a hundred times as fast as a CPU, and wants more at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,20 +32,33 @@ class EngineConfig:
     """Of weights, KV and arithmetic; "auto" is the checkpoint's own. Weights in a narrower one
     than the checkpoint's are kept in the user's cache directory when they are first opened."""
     device: str = "cpu"
-    """Where it computes; only "cpu" so far."""
+    """Where it computes: "cpu", "cuda", or "cuda:1" and so on."""
     max_model_len: int | None = None
     """Most tokens of prompt and answer together; None is what the model was trained for."""
     block_size: int = 16
     """Tokens per KV block."""
     kv_cache_bytes: int | None = None
-    """Memory for KV, exactly; None is the smaller of 1 GiB and a quarter of the free memory,
-    but room for one sequence of `max_model_len` at least."""
+    """Memory for KV, exactly. None on a CPU is the smaller of 1 GiB and a quarter of the free
+    memory, but room for one sequence of `max_model_len` at least; on a GPU, what
+    `gpu_memory_utilization` leaves."""
+    gpu_memory_utilization: float = 0.9
+    """Share of the GPU memory that is free at open which the engine may take, weights and all,
+    if `kv_cache_bytes` does not say how much KV there is to be."""
+    enforce_eager: bool = False
+    """Run decode steps kernel by kernel rather than replay CUDA graphs: slower, opens faster."""
     enable_prefix_caching: bool = True
     max_num_seqs: int = 64
     """Most sequences computed in one step."""
     max_num_batched_tokens: int = 384
     """Most tokens computed in one step, prompts and answers together. Streams get their next
     token once a step, so this bounds how long arriving prompts make them wait."""
+    max_num_prefill_tokens: int | None = None
+    """Most prompt tokens computed in a step in which answers go on too: bounds the wait of streams
+    more tightly, without making smaller the steps in which nobody waits. None is no such limit."""
+    multi_step_seconds: float = 0.010
+    """Most seconds of decode steps that a device takes between two touches of the host, while
+    nothing but answers is to be computed: tokens arrive in groups of as many steps. 0 is one step
+    at a time, as always on a CPU."""
     long_prefill_token_threshold: int | None = None
     """A prompt with more tokens than this left to compute is long: it takes at most half of a
     step that shorter prompts want too; None is twice `max_num_batched_tokens`."""
@@ -66,8 +88,8 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", "float32", "bfloat16", "float16"):
             raise InvalidParamsError("dtype", self.dtype, "one of auto, float32, bfloat16, float16")
-        if self.device != "cpu":
-            raise InvalidParamsError("device", self.device, '"cpu"; GPUs are not supported yet')
+        if not re.fullmatch(r"cpu|cuda(:\d+)?", str(self.device)):
+            raise InvalidParamsError("device", self.device, '"cpu", "cuda" or "cuda:<index>"')
         if self.trust_remote_code:
             raise InvalidParamsError(
                 "trust_remote_code", True, "only False; code from a model's folder is never run"
@@ -85,6 +107,7 @@ class EngineConfig:
         for name, low in (
             ("max_model_len", 2),
             ("kv_cache_bytes", 1),
+            ("max_num_prefill_tokens", 1),
             ("long_prefill_token_threshold", 1),
             ("max_queued_tokens", 1),
             ("num_threads", 1),
@@ -92,8 +115,16 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 self._check_int(name, low)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise InvalidParamsError(
+                "gpu_memory_utilization", self.gpu_memory_utilization, "above 0, up to 1"
+            )
         if not 0.0 <= self.watermark < 1.0:
             raise InvalidParamsError("watermark", self.watermark, "0 <= watermark < 1")
+        if not 0.0 <= self.multi_step_seconds < float("inf"):
+            raise InvalidParamsError(
+                "multi_step_seconds", self.multi_step_seconds, "seconds, at least 0"
+            )
         if self.queue_timeout is not None and not 0.0 < self.queue_timeout < float("inf"):
             raise InvalidParamsError(
                 "queue_timeout", self.queue_timeout, "seconds greater than 0, or None"
@@ -105,6 +136,28 @@ class EngineConfig:
                 f"at least max_num_seqs={self.max_num_seqs}, so that every running sequence "
                 "gets its next token in each step",
             )
+
+    @classmethod
+    def for_device(cls, **knobs: Any) -> EngineConfig:
+        """With the defaults of the device named among `knobs`.
+
+        On a GPU: 128 sequences, 8192 tokens in a step, of which 2048 may be prompts' while
+        answers go on.
+
+        :raises InvalidParamsError: for a knob that does not exist, or a value outside its range.
+        """
+        known = cls.__dataclass_fields__
+        for name, value in knobs.items():
+            if name not in known:
+                raise InvalidParamsError(name, value, f"known knobs are {', '.join(known)}")
+        if not str(knobs.get("device", "cpu")).startswith("cuda"):
+            return cls(**knobs)
+        defaults = dict(_GPU_DEFAULTS)
+        # A knob that is given moves the defaults that depend on it.
+        budget = knobs.get("max_num_batched_tokens")
+        if isinstance(budget, int):
+            defaults["max_num_seqs"] = max(1, min(defaults["max_num_seqs"], budget))
+        return cls(**{**defaults, **knobs})
 
     def _check_int(self, name: str, low: int) -> None:
         value = getattr(self, name)

@@ -3,32 +3,58 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from .block_pool import BlockPool
 from .config import EngineConfig
 from .errors import QueueTimeoutError
-from .outputs import Delta, FinishReason
+from .outputs import Delta, FinishReason, TokenLogprob
 from .request import Request, RequestState
-from .scheduler import SampledToken, Scheduler, StepPlan, StepResult
+from .scheduler import Scheduler, StepPlan, StepResult
 
 __all__ = ["EngineCore", "Runner", "Update"]
 
 
 class Runner(Protocol):
-    """Computes plans: a model on a device, or a script in a test."""
+    """Computes plans: a model on a device, or a script in a test.
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute one step. Any exception ends the engine."""
+    A device that works by itself is kept busy: the next plan is launched before the result of the
+    last one is looked at, and says nothing of tokens that the host does not know yet. Plans are
+    computed in the order of their launches. Any exception ends the engine.
+    """
+
+    @property
+    def depth(self) -> int:
+        """Plans that may be under way at once: 1 if it computes in `launch`, 2 keeps a GPU busy."""
+
+    @property
+    def max_decode_steps(self) -> int:
+        """Most decode steps that one plan may have."""
+
+    def samples_on_host(self, request: Request) -> bool:
+        """Whether the request's next token can only be sampled once the host knows the last one.
+
+        Asked once for each request. Such a request never has a plan under way when the next is
+        made, nor more than one step in a plan.
+        """
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """Start computing a plan; what it gives waits for the result and gives that.
+
+        Blocks and tokens are to be read from the plan's requests now: they change afterwards.
+        Results are waited for in the order of the launches, or, when the engine ends, not at all.
+        """
 
     def close(self) -> None:
-        """Give back the memory. Called once, after the last step."""
+        """Give back the memory, once what is under way has ended. Called once, as the last."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Update:
-    """What a step means for one request: a delta, or the error that ended it."""
+    """What a result means for one request: a delta, or the error that ended it."""
 
     request: Request
     delta: Delta
@@ -40,8 +66,46 @@ class Update:
         return self.delta.finish_reason is not None
 
 
+class _Pace:
+    """How many decode steps a plan may have, from how long they took: of batches alike in size.
+
+    :param seconds: that the steps of one plan may take.
+    :param most: steps, however short they are.
+    """
+
+    def __init__(self, seconds: float, most: int) -> None:
+        self._nanoseconds = seconds * 1e9
+        self._most = most
+        self._step: dict[int, float] = {}
+        """Nanoseconds of a step (a moving average), by the binary digits of the batch's size."""
+
+    def steps(self, num_seqs: int) -> int:
+        """Steps for so many sequences; 1 until there is a measurement."""
+        step = self._step.get(num_seqs.bit_length())
+        if step is None:
+            return 1
+        return max(1, min(self._most, int(self._nanoseconds / step)))
+
+    def note(self, plan: StepPlan, nanoseconds: int) -> None:
+        """Learn from a plan how long its steps took."""
+        # Chunks of prompts come last.
+        if self._most > 1 and plan.chunks[-1].decode:
+            size = len(plan.chunks).bit_length()
+            step = max(1.0, nanoseconds / plan.num_steps)
+            known = self._step.get(size, step)
+            self._step[size] = known + 0.2 * (step - known)
+
+
+class _Launched(NamedTuple):
+    """A plan under way."""
+
+    plan: StepPlan
+    at: int
+    wait: Callable[[], StepResult]
+
+
 class EngineCore:
-    """Requests in, updates out, one step at a time. Owned by one thread.
+    """Requests in, updates out, one result at a time. Owned by one thread.
 
     :param config: knobs of the scheduler.
     :param pool: blocks; as many as the runner has memory for.
@@ -53,13 +117,19 @@ class EngineCore:
         self.pool = pool
         self.runner = runner
         self.scheduler = Scheduler(config, pool)
+        self._launched: deque[_Launched] = deque()
+        """In order, at most as many as the runner's depth."""
+        self._last_ended = 0
+        self._pace = _Pace(config.multi_step_seconds, runner.max_decode_steps)
         self.num_steps = 0
+        """Steps whose result was taken."""
         self.prompt_tokens = 0
         self.generated_tokens = 0
 
     def add(self, request: Request) -> None:
         """Queue a request that has been checked to fit."""
         request.timeline.queued = request.stamp()
+        request.samples_on_host = self.runner.samples_on_host(request)
         self.scheduler.add(request)
 
     def abort(self, request: Request, error: Exception | None = None) -> Update | None:
@@ -99,77 +169,121 @@ class EngineCore:
         return max(0.0, self.config.queue_timeout - (time.monotonic_ns() - min(stamps)) / 1e9)
 
     def step(self) -> list[Update]:
-        """Compute one step; empty, having done nothing, if no request can run now."""
-        plan = self.scheduler.schedule()
-        if not plan.chunks:
-            return []
-        started = time.monotonic_ns()
-        result = self.runner.execute(plan)
-        ended = time.monotonic_ns()
-        self.scheduler.commit(plan, result, started, ended)
-        self.num_steps += 1
-        updates = []
-        for index, (chunk, sampled) in enumerate(zip(plan.chunks, result.sampled, strict=True)):
-            if index in result.errors:
-                updates.append(self._end(chunk.request, "error", error=result.errors[index]))
-                continue
-            # After a preemption a chunk recomputes output too, which is no prompt.
-            self.prompt_tokens += max(
-                0, min(chunk.end, chunk.request.num_prompt_tokens) - chunk.start
-            )
-            if sampled is None:
-                continue
-            self.generated_tokens += 1
-            updates.append(self._advance(chunk.request, sampled, ended))
-        return updates
+        """Launch what can be, up to the runner's depth, and take the oldest result.
+
+        Empty, having done nothing, if no request can run now.
+        """
+        while len(self._launched) < self.runner.depth:
+            plan = self.scheduler.schedule(self._pace.steps)
+            if not plan.chunks:
+                break
+            at = time.monotonic_ns()
+            self._launched.append(_Launched(plan, at, self.runner.launch(plan)))
+        return self._take(self._launched.popleft()) if self._launched else []
+
+    def close(self) -> None:
+        """Drop what is under way, and close the runner."""
+        self._launched.clear()
+        self.runner.close()
 
     def check_integrity(self) -> None:
         """Check the pool against the live requests (see `BlockPool.check_integrity`)."""
         self.pool.check_integrity(r.blocks for r in self.scheduler.live())
 
-    def _advance(self, request: Request, sampled: SampledToken, at: int) -> Update:
-        """Append a token, turn it into text, end the request if it is over."""
-        reason = self.scheduler.append(request, sampled.token_id, at)
-        text = ""
-        if request.text is not None:
+    def _take(self, launched: _Launched) -> list[Update]:
+        """Wait for a result and hand out what it gave."""
+        plan = launched.plan
+        result = launched.wait()
+        ended = time.monotonic_ns()
+        started = max(launched.at, self._last_ended)
+        self._last_ended = ended
+        self._pace.note(plan, ended - started)
+        self.scheduler.commit(plan, result, started, ended)
+        self.num_steps += plan.num_steps
+        updates = []
+        errors, logprobs = result.errors, result.logprobs
+        for index, (chunk, token_ids) in enumerate(zip(plan.chunks, result.sampled, strict=True)):
+            request = chunk.request
+            if not chunk.decode:
+                # After a preemption a chunk recomputes output too, which is no prompt.
+                end = min(chunk.end, request.num_prompt_tokens)
+                self.prompt_tokens += max(0, end - chunk.start)
+            if request.state is RequestState.FINISHED:
+                continue  # it ended while this was under way
+            error = errors.get(index) if errors else None
+            if token_ids:
+                scores = logprobs.get(index) if logprobs else None
+                updates.append(self._advance(request, token_ids, scores, ended, error))
+            elif error is not None:
+                updates.append(self._end(request, "error", error=error))
+            if len(token_ids) < chunk.num_samples and request.finish_reason is None:
+                raise RuntimeError(f"{request!r}: the runner gave {token_ids} for {chunk}")
+        return updates
+
+    def _advance(
+        self,
+        request: Request,
+        token_ids: Sequence[int],
+        logprobs: list[TokenLogprob] | None,
+        at: int,
+        error: Exception | None,
+    ) -> Update:
+        """Append tokens up to the answer's end, turn them into text, end it if it is over.
+
+        :param error: what went wrong after them.
+        """
+        count, reason = request.find_end(token_ids)
+        text, sink = "", request.text
+        if sink is not None:
             # The token that stops is shown only if asked for, like a stop string.
             hidden = reason == "stop" and not request.params.include_stop_str_in_output
-            try:
-                text = "" if hidden else request.text.push((sampled.token_id,))
-            except Exception as error:
-                # One request's text must not end the others.
-                return self._end(request, "error", sampled, error=error)
-            if request.text.stop_reason is not None:
-                request.stop_reason = request.text.stop_reason
-                reason = "stop"
+            if shown := token_ids[: count - hidden]:
+                try:
+                    text = sink.push(shown)
+                except Exception as failure:
+                    # One request's text must not end the others.
+                    reason, error = None, failure
+                if sink.stop_reason is not None:
+                    count, reason = sink.num_tokens - len(request.output_token_ids), "stop"
+        kept = tuple(token_ids[:count])
+        self.scheduler.append(request, kept, at)
+        self.generated_tokens += count
+        delta = Delta(
+            text, kept, request.index, None if logprobs is None else tuple(logprobs[:count])
+        )
         if reason is not None:
-            return self._end(request, reason, sampled, text)
-        return Update(request, _delta(request, text, sampled, None))
+            if reason == "stop":
+                request.stop_reason = _stop_reason(request)
+            return self._end(request, reason, delta)
+        if error is not None:
+            return self._end(request, "error", delta, error)
+        return Update(request, delta)
 
     def _end(
         self,
         request: Request,
         reason: FinishReason,
-        sampled: SampledToken | None = None,
-        text: str = "",
+        delta: Delta | None = None,
         error: Exception | None = None,
     ) -> Update:
+        """End a request.
+
+        :param delta: its last tokens, if there are any.
+        """
         self.scheduler.finish(request, reason)
+        delta = Delta("", (), request.index) if delta is None else delta
         if request.text is not None and error is None:
             try:
-                text += request.text.finish()
+                delta.text += request.text.finish()
             except Exception as failure:
                 request.finish_reason, reason, error = "error", "error", failure
-        return Update(request, _delta(request, text, sampled, reason), error)
+        delta.finish_reason = reason
+        return Update(request, delta, error)
 
 
-def _delta(
-    request: Request, text: str, sampled: SampledToken | None, reason: FinishReason | None
-) -> Delta:
-    return Delta(
-        text=text,
-        token_ids=() if sampled is None else (sampled.token_id,),
-        index=request.index,
-        logprobs=None if sampled is None or sampled.logprob is None else (sampled.logprob,),
-        finish_reason=reason,
-    )
+def _stop_reason(request: Request) -> str | int | None:
+    """The stop string or token that ended the answer; None for an end-of-sequence token."""
+    if request.text is not None and request.text.stop_reason is not None:
+        return request.text.stop_reason
+    last = request.output_token_ids[-1]
+    return None if last in request.eos_token_ids else last

@@ -44,6 +44,10 @@ class _TextStream(Protocol):
         """The text that this token makes complete."""
         ...
 
+    def add_all(self, token_ids: Sequence[int]) -> str:
+        """The text that these make complete, one after the other."""
+        ...
+
     def finish(self) -> str:
         """What had been waiting and is text all the same; incomplete characters are not."""
         ...
@@ -153,6 +157,15 @@ class _PieceStream:
         text, self._pending = _split(self._pending + piece, per_byte)
         return text
 
+    def add_all(self, token_ids: Sequence[int]) -> str:
+        if not (self._pending or self._at_start):
+            # Mostly they are complete text, every one. If not, bytes cannot be joined to it.
+            try:
+                return "".join(map(self._pieces.__getitem__, token_ids))  # type: ignore[arg-type]
+            except TypeError:
+                pass
+        return "".join(map(self.add, token_ids))
+
     def finish(self) -> str:
         self._pending = b""
         return ""
@@ -188,6 +201,9 @@ class _WindowStream:
         self._window_end = len(self._token_ids)
         self._shown = self._decode(self._token_ids)
         return new
+
+    def add_all(self, token_ids: Sequence[int]) -> str:
+        return "".join(map(self.add, token_ids))
 
     def finish(self) -> str:
         return self._decode(self._token_ids).rstrip(_REPLACEMENT)[len(self._shown) :]
@@ -249,7 +265,7 @@ class Detokenizer:
             return ""
         if self._stop is None:
             self.num_tokens += len(token_ids)
-            return self._show("".join(map(self._stream.add, token_ids)))
+            return self._show(self._stream.add_all(token_ids))
         shown = []
         for token_id in token_ids:
             self.num_tokens += 1

@@ -232,7 +232,7 @@ class Driver:
             self._over = True
         # Each of these runs whatever the others raise, for somebody waits for it.
         with contextlib.ExitStack() as stack:
-            stack.callback(self._core.runner.close)
+            stack.callback(self._core.close)
             stack.callback(self._fail_all, cause)
             left = iter(self._next_command, None)
             for command in reversed(list(left)):

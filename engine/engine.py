@@ -22,6 +22,7 @@ import anyio.to_thread
 from .block_pool import BlockLayout, BlockPool
 from .config import EngineConfig
 from .core import EngineCore
+from .detokenizer import Detokenizer
 from .driver import Driver, DriverState
 from .errors import InvalidParamsError, PromptTooLongError
 from .handoff import Mailbox, current_event_loop, run_in
@@ -179,18 +180,15 @@ class Engine:
 
         :param model: a Hugging Face folder or hub id (safetensors), a `.gguf` file, or a
             `ModelSource`.
-        :param knobs: fields of `EngineConfig`.
+        :param knobs: fields of `EngineConfig`; some defaults depend on the device (see
+            `EngineConfig.for_device`).
         :raises InvalidParamsError: for an unknown knob, or one outside its range.
         :raises ModelLoadError: if files are missing, broken, or do not fit each other.
         :raises UnsupportedModelError: if it is an architecture that we do not implement.
         :raises OutOfMemoryError: if the KV pool does not fit.
         """
-        known = EngineConfig.__dataclass_fields__
-        for name, value in knobs.items():
-            if name not in known:
-                raise InvalidParamsError(name, value, f"known knobs are {', '.join(known)}")
         source = PretrainedModel(model) if isinstance(model, str | Path) else model
-        return _Opening(source, EngineConfig(**knobs))
+        return _Opening(source, EngineConfig.for_device(**knobs))
 
     async def __aenter__(self) -> Engine:
         return self
@@ -398,13 +396,7 @@ class Engine:
                     seed=seed,
                     priority=priority,
                     namespace=namespace,
-                    text=self.tokenizer.detokenizer(
-                        tokenized.token_ids,
-                        stop=params.stop or (),
-                        include_stop_str_in_output=params.include_stop_str_in_output,
-                        skip_special_tokens=params.skip_special_tokens,
-                        min_tokens=params.min_tokens,
-                    ),
+                    text=self._detokenizer(tokenized, params),
                     index=index,
                     leader=requests[0] if requests else None,
                 )
@@ -414,6 +406,17 @@ class Engine:
             return requests
 
         return await self._run_in_encoder(prepare)
+
+    def _detokenizer(self, prompt: TokenizedPrompt, params: SamplingParams) -> Detokenizer | None:
+        if not params.detokenize:
+            return None
+        return self.tokenizer.detokenizer(
+            prompt.token_ids,
+            stop=params.stop or (),
+            include_stop_str_in_output=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+        )
 
     async def _run_in_encoder(self, function: Callable[..., T], *args: Any) -> T:
         self._driver.check_open()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import time
 from collections.abc import Iterator
@@ -9,13 +10,19 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from .config import EngineConfig
 from .core import Runner
+from .errors import InvalidParamsError
 from .text import Tokenizer
 
-__all__ = ["LoadedModel", "ModelSource", "PretrainedModel"]
+if TYPE_CHECKING:
+    import torch
+
+    from .models import DecoderModel
+
+__all__ = ["LoadedModel", "ModelSource", "PretrainedModel", "build", "log_opened"]
 
 _logger = logging.getLogger("ragserve")
 
@@ -69,11 +76,9 @@ class PretrainedModel:
         with _timed(seconds, "import"):
             import torch
 
-            from .backend import block_bytes, make_backend, native_operations
-            from .kv_cache import plan_blocks
             from .models import cast, load_model, resolve_folder
-            from .runner import ModelRunner
 
+        device = _device(config)
         with _timed(seconds, "files"):
             if str(self.name).endswith(".gguf"):
                 from .models.gguf import convert
@@ -88,40 +93,97 @@ class PretrainedModel:
             tokenizing = beside.submit(self._load_tokenizer, folder, config, seconds)
             with _timed(seconds, "weights"):
                 model = load_model(
-                    folder,
-                    dtype=dtype,
-                    device=torch.device(config.device),
-                    max_model_len=config.max_model_len,
+                    folder, dtype=dtype, device=device, max_model_len=config.max_model_len
                 )
             tokenizer = tokenizing.result()
         tokenizer.check_model(model.config.vocab_size)
-        ops = native_operations(model)
-        per_block = block_bytes(model, ops, config.block_size)
-        num_blocks = plan_blocks(
-            per_block, config.block_size, model.max_model_len, config.kv_cache_bytes
-        )
-        weight_bytes = model.num_bytes
-        num_threads = config.num_threads or torch.get_num_threads()
-        with _timed(seconds, "backend"):
-            backend = make_backend(model, ops, num_blocks=num_blocks, block_size=config.block_size)
-        return LoadedModel(
-            name=Path(self.name).stem if str(self.name).endswith(".gguf") else str(self.name),
-            runner=ModelRunner(backend, num_threads=num_threads),
-            tokenizer=tokenizer,
-            vocab_size=model.config.vocab_size,
-            max_model_len=model.max_model_len,
-            num_blocks=num_blocks,
-            weight_bytes=weight_bytes,
-            kv_bytes=num_blocks * per_block,
-            dtype=str(model.dtype).removeprefix("torch."),
-            num_threads=num_threads,
-            seconds=seconds,
-        )
+        name = Path(self.name).stem if str(self.name).endswith(".gguf") else str(self.name)
+        return build(model, tokenizer, config, name=name, seconds=seconds)
 
     @staticmethod
     def _load_tokenizer(folder: Path, config: EngineConfig, seconds: dict[str, float]) -> Tokenizer:
         with _timed(seconds, "tokenizer"):
             return Tokenizer.load(folder, num_clones=config.num_tokenizers)
+
+
+def build(
+    model: DecoderModel,
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    *,
+    name: str,
+    seconds: dict[str, float],
+) -> LoadedModel:
+    """Make the KV pool and the runner of a model whose weights are on `config.device`.
+
+    :param seconds: time per phase of loading so far; extended.
+    :raises InvalidParamsError: if a knob does not fit the model.
+    :raises OutOfMemoryError: if the KV pool does not fit.
+    """
+    runner: Runner
+    weight_bytes, num_threads = model.num_bytes, 1
+    with _timed(seconds, "backend"):
+        if model.device.type == "cpu":
+            runner, num_blocks, kv_bytes, num_threads = _build_cpu(model, config)
+        else:
+            from .gpu import build_gpu
+
+            runner, num_blocks, kv_bytes = build_gpu(model, config)
+    return LoadedModel(
+        name=name,
+        runner=runner,
+        tokenizer=tokenizer,
+        vocab_size=model.config.vocab_size,
+        max_model_len=model.max_model_len,
+        num_blocks=num_blocks,
+        weight_bytes=weight_bytes,
+        kv_bytes=kv_bytes,
+        dtype=str(model.dtype).removeprefix("torch."),
+        num_threads=num_threads,
+        seconds=seconds,
+    )
+
+
+def _build_cpu(model: DecoderModel, config: EngineConfig) -> tuple[Runner, int, int, int]:
+    """Runner, number of blocks, bytes of the KV pool, threads."""
+    import torch
+
+    from .backend import block_bytes, make_backend, native_operations
+    from .kv_cache import plan_blocks
+    from .runner import ModelRunner
+
+    ops = native_operations(model)
+    per_block = block_bytes(model, ops, config.block_size)
+    num_blocks = plan_blocks(
+        per_block, config.block_size, model.max_model_len, config.kv_cache_bytes
+    )
+    num_threads = config.num_threads or torch.get_num_threads()
+    backend = make_backend(model, ops, num_blocks=num_blocks, block_size=config.block_size)
+    runner = ModelRunner(backend, num_threads=num_threads)
+    return runner, num_blocks, num_blocks * per_block, num_threads
+
+
+def _device(config: EngineConfig) -> torch.device:
+    """The device, if it is there and can be used.
+
+    :raises InvalidParamsError: if not.
+    """
+    import torch
+
+    device = torch.device(config.device)
+    if device.type == "cpu":
+        return device
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index if device.index is not None else 0
+    if index >= count:
+        raise InvalidParamsError(
+            "device", config.device, f'"cpu": this torch ({torch.__version__}) sees {count} GPUs'
+        )
+    if importlib.util.find_spec("triton") is None:
+        raise InvalidParamsError(
+            "device", config.device, '"cpu", as triton is not installed: pip install triton'
+        )
+    return torch.device("cuda", index)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ class TokenLogprob:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: one is made for every token, and that takes five times as long
 class Delta:
     """What is new since the last one, of one choice. Several tokens may be joined in one.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .block_pool import BlockKey, BlockLayout, block_keys
+from .block_pool import BlockKey, BlockLayout, block_keys, next_key
 from .outputs import FinishReason, TokenLogprob
 from .prompt import Retention, TokenizedPrompt
 from .sampling import SamplingParams
@@ -60,6 +60,8 @@ class TextSink(Protocol):
 
     stop_reason: str | None
     """The stop string that was met, if one was."""
+    num_tokens: int
+    """Tokens taken; if a stop string was met, up to and with the one that completed it."""
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Take tokens, give the text that may be shown now."""
@@ -73,9 +75,12 @@ class Request:
 
     Owned by the engine thread once it is added. The region map of its tokens:
 
-        | prompt ...................... | output ............ |
-        | computed: KV is in `blocks` ..... | to compute next |
+        | prompt ...................... | output .......... | in flight |
+        | planned: KV is in `blocks`, or will be .......... | to compute next |
         | shared (found or published) | own |
+
+    Tokens in flight are being sampled by plans whose results the host has not seen: their number
+    is known, their ids are not.
 
     :param request_id: the caller's; choices of one request share it.
     :param prompt: its tokens and segments.
@@ -93,18 +98,22 @@ class Request:
     __slots__ = (
         "bad_word_ids",
         "blocks",
+        "capacity",
         "eos_token_ids",
         "finish_reason",
         "index",
         "keys",
         "layout",
         "leader",
+        "length",
+        "max_length",
         "max_tokens",
         "namespace",
+        "next_published",
         "num_computed",
+        "num_known",
         "num_prompt_tokens",
         "num_published",
-        "order",
         "output_token_ids",
         "params",
         "paused",
@@ -114,7 +123,9 @@ class Request:
         "request_id",
         "retention_ends",
         "sampler_state",
+        "samples_on_host",
         "seed",
+        "sort_key",
         "state",
         "stop_reason",
         "stop_token_ids",
@@ -166,10 +177,24 @@ class Request:
         self.retention_ends = ends
         self.keys: list[BlockKey] = block_keys(prompt.token_ids, self.layout, namespace)
         self.state = RequestState.WAITING
-        self.order = 0
+        self.sort_key = (priority, 0)
+        """Who goes first: lower priority value, then earlier arrival."""
         self.blocks: list[int] = []
+        self.capacity = 0
+        """Tokens that the blocks have room for."""
+        self.length = self.num_prompt_tokens
+        """Tokens of prompt and output, those in flight included."""
+        self.max_length = self.num_prompt_tokens + max_tokens
+        self.num_known = self.num_prompt_tokens
+        """Tokens it had when it was seated last: it decodes from there on."""
         self.num_computed = 0
+        """Tokens whose KV is stored, or will be by the plans under way."""
         self.num_published = 0
+        """Blocks that others may find."""
+        self.next_published = 0
+        """Tokens with which one more is complete."""
+        self.samples_on_host = False
+        """Whether the runner must see each token before it can sample the next."""
         self.paused = False
         self.prompt_logprobs: list[TokenLogprob] = []
         self.finish_reason: FinishReason | None = None
@@ -185,21 +210,31 @@ class Request:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and output so far."""
+        """Prompt and output so far, as far as the ids are known."""
         return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Tokens that plans under way sample."""
+        return self.length - self.num_tokens
 
     @property
     def num_to_compute(self) -> int:
         """Tokens without KV yet; the last of them gives the next token."""
-        return self.num_tokens - self.num_computed
+        return self.length - self.num_computed
 
-    @property
-    def sort_key(self) -> tuple[int, int]:
-        """Who goes first: lower priority value, then earlier arrival."""
-        return (self.priority, self.order)
+    def find_end(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
+        """How many of the next tokens belong to the answer, and what ends it there, if it ends."""
+        count, before = len(token_ids), len(self.output_token_ids)
+        if not self.stop_token_ids.isdisjoint(token_ids):
+            for place, token_id in enumerate(token_ids, 1):
+                if token_id in self.stop_token_ids and before + place >= self.params.min_tokens:
+                    return place, "stop"
+        room = self.max_tokens - before
+        return (room, "length") if count >= room else (count, None)
 
     def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids at positions `start` to `end`."""
+        """Token ids at positions `start` to `end`, which must be known."""
         n = self.num_prompt_tokens
         if end <= n:
             return self.prompt_token_ids[start:end]
@@ -217,9 +252,15 @@ class Request:
 
     def extend_keys(self) -> None:
         """Name the blocks that generated tokens have completed."""
-        if self.layout.num_complete(self.num_tokens) > len(self.keys):
-            tokens = self.prompt_token_ids + self.output_token_ids
-            self.keys = block_keys(tokens, self.layout, self.namespace, known=self.keys)
+        keys, layout = self.keys, self.layout
+        complete = layout.num_complete(self.num_tokens)
+        if complete > 0 and not keys:
+            # The first block was completed by the answer.
+            tokens = self.tokens(0, self.num_tokens)
+            keys.extend(block_keys(tokens, layout, self.namespace))
+        for index in range(len(keys), complete):
+            tokens = self.tokens(layout.start(index), layout.start(index + 1))
+            keys.append(next_key(keys[-1], tokens))
 
     def stamp(self) -> int:
         """Now, on the timeline's clock."""

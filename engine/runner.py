@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
@@ -18,9 +20,14 @@ __all__ = ["ModelRunner"]
 class ModelRunner:
     """Plans to sampled tokens, over a backend. Used by one thread.
 
+    It computes in that thread, so it never works ahead: see `Runner`.
+
     :param backend: weights and KV pool; block numbers of plans index it.
-    :param num_threads: CPU threads of a step, in the thread that calls `execute`.
+    :param num_threads: CPU threads of a step, in the thread that calls `launch`.
     """
+
+    depth = 1
+    max_decode_steps = 1
 
     def __init__(self, backend: Backend, *, num_threads: int) -> None:
         self._backend: Backend | None = backend
@@ -31,9 +38,17 @@ class ModelRunner:
         """Drop the weights and the KV pool."""
         self._backend = None
 
-    @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def samples_on_host(self, request: Request) -> bool:
+        """See `Runner`: with one plan at a time, every token is there when the next is due."""
+        return False
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         """Compute a step's tokens, store their KV, sample where a chunk asks for it."""
+        result = self._execute(plan)
+        return lambda: result
+
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan) -> StepResult:
         backend = self._backend
         if backend is None:
             raise RuntimeError("the runner is closed")
@@ -46,7 +61,7 @@ class ModelRunner:
             [t for c in plan.chunks for t in c.request.tokens(c.start, c.end)], dtype=torch.int64
         )
         hidden = backend.forward(token_ids, batch)
-        result = StepResult([None] * len(plan.chunks))
+        result = StepResult([()] * len(plan.chunks))
         self._sample(backend, plan, batch, hidden, result)
         self._prompt_logprobs(backend, plan, hidden, result)
         return result
@@ -75,7 +90,9 @@ class ModelRunner:
             chosen = [chosen[row] for row in good]
             tokens = self._sampler(logits[good], [states[row] for row in good]) if good else []
         for index, token in zip(chosen, tokens, strict=True):
-            result.sampled[index] = token
+            result.sampled[index] = (token.token_id,)
+            if token.logprob is not None:
+                result.logprobs[index] = [token.logprob]
 
     def _prompt_logprobs(
         self, backend: Backend, plan: StepPlan, hidden: torch.Tensor, result: StepResult

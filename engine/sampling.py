@@ -56,6 +56,7 @@ class SamplingParams:
     :param ignore_eos: go on after an end-of-sequence token.
     :param include_stop_str_in_output: keep the stop string in the text.
     :param skip_special_tokens: leave special tokens out of the text.
+    :param detokenize: make text of the tokens. False gives token ids only, and takes no `stop`.
     :param logprobs: log-probability of each generated token and of this many likeliest ones,
         0 to 20. None: none.
     :param prompt_logprobs: the same for the prompt's tokens.
@@ -81,6 +82,7 @@ class SamplingParams:
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
@@ -106,12 +108,21 @@ class SamplingParams:
             value = getattr(self, name)
             if value is not None:
                 self._store(name, _integer(name, value, least, most, note="or None"))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "detokenize",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParamsError(name, getattr(self, name), "True or False")
         self._store(
             "stop", _strings("stop", (self.stop,) if isinstance(self.stop, str) else self.stop)
         )
+        if self.stop and not self.detokenize:
+            raise InvalidParamsError(
+                "stop", self.stop, "None with detokenize=False: without text there are no strings"
+            )
         self._store("bad_words", _strings("bad_words", self.bad_words))
         self._store("stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         if self.allowed_token_ids is not None:

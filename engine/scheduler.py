@@ -1,4 +1,4 @@
-"""Who runs in the next step, and with how many tokens.
+"""Who runs in the next step, or steps, and with how many tokens.
 
 There are no phases: each step has a budget of `max_num_batched_tokens`. Sequences that decode
 take one token each first; prompts take chunks from what is left; then waiting requests are
@@ -6,14 +6,20 @@ admitted, in the order of (priority, arrival). A long prompt therefore never sta
 
 When blocks run out, the newest sequence of the lowest priority is preempted: its blocks go
 back (the complete ones stay in the cache), it waits again, and what it had is recomputed later.
+
+Plans are made ahead of results: `schedule` counts what it plans as computed, and the tokens that
+are being sampled by their number alone. That blocks change hands while plans that use them are
+under way is safe, for a device executes plans in the order in which they were made: an older plan
+has read and written its blocks before a newer one writes them.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NamedTuple
 
 from .block_pool import BlockPool
@@ -28,17 +34,29 @@ _LONG_LOOKUPS = 32
 bounds the time that many of them take."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """Tokens `start` to `start + num_tokens` of one sequence, to be computed in this step.
+_by_key = attrgetter("sort_key")
 
-    :param sample: whether the chunk ends at the sequence's end, so that it gives a next token.
+
+@dataclass(slots=True)
+class ScheduledChunk:
+    """Tokens `start` to `start + num_tokens` of one sequence, to be computed by this plan.
+
+    :param num_samples: tokens that it gives: 0 if it ends before the sequence does, else 1; of
+        several decode steps one each, every one computed in the step after.
+    :param decode: whether it goes on from the token that the sequence's chunk before has sampled,
+        whose id the host need not know yet. If not, the ids of all its tokens are known.
     """
 
     request: Request
     start: int
     num_tokens: int
-    sample: bool
+    num_samples: int
+    decode: bool
+
+    @property
+    def sample(self) -> bool:
+        """Whether the chunk ends at the sequence's end, so that it gives a next token."""
+        return self.num_samples > 0
 
     @property
     def end(self) -> int:
@@ -48,13 +66,24 @@ class ScheduledChunk:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes. Blocks for all of it are held already."""
+    """What is computed next: one step, or several of decoding. Blocks for all of it are held.
+
+    :param chunks: at most one for each sequence; first those with one token to compute before
+        they sample (decoding, or the last token of a prompt), then those of prompts.
+    :param num_steps: more than 1 only if all chunks decode; each of them takes part in the first
+        `num_samples` steps.
+    :param released: requests that have lost their seat since the plan before, because they ended
+        or were preempted. Their places are free for the newcomers among `chunks`; one of those
+        may be a request that has lost its seat just now.
+    """
 
     chunks: list[ScheduledChunk]
+    num_steps: int = 1
+    released: list[Request] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed by this step."""
+        """Tokens computed by this plan."""
         return sum(chunk.num_tokens for chunk in self.chunks)
 
 
@@ -67,15 +96,19 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step gave.
+    """What a plan gave.
 
-    :param sampled: one per chunk of the plan, None where the chunk was not to be sampled.
+    :param sampled: the token ids of each chunk: as many as its `num_samples`, or fewer if the
+        last of them ends the answer, or something went wrong, or the answer had ended before.
+    :param logprobs: by index of the chunk, one for each of its tokens, where asked for.
     :param prompt_logprobs: by index of the chunk, for the prompt tokens after each of its
         positions, where asked for.
-    :param errors: by index of the chunk, what went wrong with that sequence alone.
+    :param errors: by index of the chunk, what went wrong with that sequence alone, after the
+        tokens that it gave.
     """
 
-    sampled: list[SampledToken | None]
+    sampled: list[Sequence[int]]
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
 
@@ -96,6 +129,7 @@ class Scheduler:
         """Requests that have never been started; of one with choices, the leader stands for all."""
         self.num_queued_tokens = 0
         """Their prompt tokens."""
+        self._released: list[Request] = []
         self.num_preemptions = 0
         self.prefix_query_tokens = 0
         self.prefix_hit_tokens = 0
@@ -112,10 +146,10 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request, behind its equals."""
-        request.order = next(self._order)
+        request.sort_key = (request.priority, next(self._order))
         if request.leader is None:
             self._enqueue(request)
-        bisect.insort(self.waiting, request, key=lambda r: r.sort_key)
+        bisect.insort(self.waiting, request, key=_by_key)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """End a request in any state and give back its blocks. Ending it twice is harmless."""
@@ -123,6 +157,7 @@ class Scheduler:
             return
         if request.state is RequestState.RUNNING:
             self.running.remove(request)
+            self._released.append(request)
         else:
             self.waiting.remove(request)
         request.state = RequestState.FINISHED
@@ -135,34 +170,48 @@ class Scheduler:
             if was_queued and leader is not None:
                 self._enqueue(leader)
 
-    def schedule(self) -> StepPlan:
-        """Plan the next step and hold the blocks it needs. Empty if nothing can run."""
-        planned: dict[Request, int] = {}
-        budget = self._config.max_num_batched_tokens
-        preempted = False
+    def schedule(self, steps_for: Callable[[int], int] = lambda num_seqs: 1) -> StepPlan:
+        """Plan the next step and hold the blocks it needs. Empty if nothing can run.
 
-        for request in sorted(self.running, key=lambda r: r.sort_key):
-            if request.state is not RequestState.RUNNING or request.paused:
+        :param steps_for: most steps that so many sequences may decode in one plan, if nothing
+            else can be computed.
+        """
+        decoding: list[Request] = []
+        prefilling: list[Request] = []
+        prompts: dict[Request, int] = {}
+        num_preemptions = self.num_preemptions
+        most_left, one_step = 0, False
+
+        for request in sorted(self.running, key=_by_key):
+            length = request.length
+            if request.paused:
                 continue
-            if request.num_to_compute != 1:
+            if length - request.num_computed > 1:
+                prefilling.append(request)
                 continue
-            while not self._grow(request, request.num_tokens):
-                if len(self.running) == 1 and self._release_holder(request):
+            left = request.max_length - length
+            if left == 0:
+                continue  # its last token is on its way
+            if request.samples_on_host:
+                if request.num_in_flight:
                     continue
-                victim = self._victim()
-                self._preempt(victim)
-                preempted = True
-                if victim is request:
-                    break
-            else:
-                planned[request] = 1
-                budget -= 1
+                one_step = True
+            if length > request.capacity and not self._make_room(request):
+                continue
+            if request.num_computed < request.num_known:
+                one_step = True  # the last token of a prompt
+            if left > most_left:
+                most_left = left
+            decoding.append(request)
+        preempted = self.num_preemptions > num_preemptions
+        budget = self._config.max_num_batched_tokens
+        if decoding and self._config.max_num_prefill_tokens is not None:
+            budget = min(budget, len(decoding) + self._config.max_num_prefill_tokens)
+        budget -= len(decoding)
 
         threshold = self._config.long_threshold
-        prefilling = sorted(
-            (r for r in self.running if r.num_to_compute > 1 and not r.paused),
-            key=lambda r: r.sort_key,
-        )
+        if preempted:
+            prefilling = [r for r in prefilling if r.state is RequestState.RUNNING]
         long = [r for r in prefilling if r.num_to_compute > threshold]
         # Half of the step is kept for long prompts; short ones and new ones go first with the
         # other half, and what they leave is the long ones' too. So neither holds up the other.
@@ -170,59 +219,54 @@ class Scheduler:
         spare = budget - reserve
         for request in prefilling:
             if request.num_to_compute <= threshold:
-                spare -= self._plan_prefill(request, spare, planned)
+                spare -= self._plan_prefill(request, spare, prompts)
         if not preempted:
-            spare -= self._admit(spare, planned, long)
+            spare -= self._admit(spare, prompts, long)
         left = spare + reserve
         for request in long:
-            left -= self._plan_prefill(request, left, planned)
-        return StepPlan(
-            [
-                ScheduledChunk(r, r.num_computed, count, count == r.num_to_compute)
-                for r, count in planned.items()
-            ]
-        )
+            left -= self._plan_prefill(request, left, prompts)
+
+        steps = 1
+        if decoding and not prompts and not one_step:
+            steps = min(steps_for(len(decoding)), most_left)
+            if steps > 1 and not self._reserve(decoding, steps):
+                steps = 1
+        return self._plan(decoding, steps, prompts)
 
     def commit(self, plan: StepPlan, result: StepResult, started: int, ended: int) -> None:
-        """Record what the step computed: KV, prefill chunks, prompt log-probabilities.
+        """Record when prompts were computed, and their log-probabilities.
 
         Sampled tokens are appended by `append`, after the caller has looked at them.
 
-        :param started: when the step started, `time.monotonic_ns`.
+        :param started: when the plan's first step started, `time.monotonic_ns`.
         :param ended: when its result was there.
         """
         for index, chunk in enumerate(plan.chunks):
             request = chunk.request
-            if request.state is not RequestState.RUNNING:
+            if chunk.decode or request.state is RequestState.FINISHED:
                 continue
-            request.num_computed = chunk.end
-            if chunk.num_tokens > 1 or not request.output_token_ids:
-                request.timeline.chunks.append(Chunk(started, ended, chunk.num_tokens))
-            self._publish(request)
+            request.timeline.chunks.append(Chunk(started, ended, chunk.num_tokens))
             for position, logprob in enumerate(
                 result.prompt_logprobs.get(index, ()), start=chunk.start
             ):
                 # A recomputed prompt gives them again.
                 if position == len(request.prompt_logprobs):
                     request.prompt_logprobs.append(logprob)
-            if chunk.end == request.num_prompt_tokens:
-                self._share_prompt(request)
 
-    def append(self, request: Request, token_id: int, at: int) -> FinishReason | None:
-        """Append a sampled token; say whether it ends the sequence, and how.
+    def append(self, request: Request, token_ids: Sequence[int], at: int) -> None:
+        """Append sampled tokens, which belong to the answer (see `Request.find_end`).
 
-        :param at: when it was sampled, `time.monotonic_ns`.
+        :param at: when they were there, `time.monotonic_ns`.
         """
-        request.output_token_ids.append(token_id)
-        if request.timeline.first_token is None:
-            request.timeline.first_token = at
-        request.timeline.last_token = at
-        count = len(request.output_token_ids)
-        if token_id in request.stop_token_ids and count >= request.params.min_tokens:
-            if token_id not in request.eos_token_ids:
-                request.stop_reason = token_id
-            return "stop"
-        return "length" if count >= request.max_tokens else None
+        request.output_token_ids.extend(token_ids)
+        timeline = request.timeline
+        if timeline.first_token is None:
+            timeline.first_token = at
+        timeline.last_token = at
+        # Whether the KV of the last one will ever be computed is not known: it may be a stop.
+        computed = request.num_prompt_tokens + len(request.output_token_ids) - 1
+        if computed >= request.next_published:
+            self._publish(request, computed)
 
     def live(self) -> Iterator[Request]:
         """Every request that has not ended."""
@@ -250,10 +294,34 @@ class Scheduler:
         if blocks is None:
             return False
         request.blocks.extend(blocks)
+        request.capacity = request.layout.start(len(request.blocks))
         return True
 
-    def _publish(self, request: Request) -> None:
-        complete = request.layout.num_complete(request.num_computed)
+    def _make_room(self, request: Request) -> bool:
+        """Hold the block of its next token, whoever must be preempted for it; False if itself."""
+        while request.state is RequestState.RUNNING:
+            if self._grow(request, request.length):
+                return True
+            if len(self.running) > 1 or not self._release_holder(request):
+                self._preempt(self._victim())
+        return False
+
+    def _reserve(self, requests: list[Request], steps: int) -> bool:
+        """Hold the blocks for several steps; False, and no change, if too few are left."""
+        missing = 0
+        growing = []
+        for request in requests:
+            end = min(request.num_computed + steps, request.max_length - 1)
+            if end > request.capacity:
+                missing += request.layout.num_blocks(end) - len(request.blocks)
+                growing.append((request, end))
+        if missing > self._pool.num_available:
+            return False
+        return all(self._grow(request, end) for request, end in growing)
+
+    def _publish(self, request: Request, num_tokens: int) -> None:
+        """Let the complete blocks of its first tokens be found. Their ids must be known."""
+        complete = request.layout.num_complete(min(num_tokens, request.num_computed))
         if complete <= request.num_published:
             return
         request.extend_keys()
@@ -261,35 +329,75 @@ class Scheduler:
             self._pool.publish(
                 request.blocks[index], request.keys[index], request.retention_of(index)
             )
-        request.num_published = complete
+        self._note_published(request, complete)
+
+    @staticmethod
+    def _note_published(request: Request, count: int) -> None:
+        request.num_published = count
+        request.next_published = request.layout.start(count + 1)
 
     def _release(self, request: Request) -> None:
         self._pool.release(request.blocks)
         request.blocks = []
+        request.capacity = 0
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._release(request)
         request.state = RequestState.WAITING
-        request.num_computed = request.num_published = 0
+        request.num_computed = 0
         request.timeline.preemptions += 1
         self.num_preemptions += 1
-        bisect.insort(self.waiting, request, key=lambda r: r.sort_key)
+        self._released.append(request)
+        bisect.insort(self.waiting, request, key=_by_key)
 
     def _victim(self) -> Request:
-        """Whose blocks to take: paused ones first, then lowest priority, then newest."""
-        return max(self.running, key=lambda r: (r.paused, *r.sort_key))
+        """Whose blocks to take: paused ones first, then lowest priority, then newest.
+
+        Before them all, one that loses nothing: its last token is on its way.
+        """
+        return max(self.running, key=lambda r: (r.length == r.max_length, r.paused, *r.sort_key))
+
+    # -- plans ----------------------------------------------------------------------------
+
+    def _plan(self, decoding: list[Request], steps: int, prompts: dict[Request, int]) -> StepPlan:
+        """Make the plan, and count it as computed."""
+        chunks = []
+        for request in decoding:
+            start = request.num_computed
+            count = 1 if steps == 1 else min(steps, request.max_length - request.length)
+            chunks.append(ScheduledChunk(request, start, count, count, start >= request.num_known))
+            request.num_computed += count
+            request.length += count
+            if start < request.num_known:
+                self._note_prefill(request)
+        for request, count in prompts.items():
+            sample = int(count == request.num_to_compute)
+            chunks.append(ScheduledChunk(request, request.num_computed, count, sample, False))
+            request.num_computed += count
+            request.length += sample
+            self._note_prefill(request)
+        if not chunks:
+            return StepPlan(chunks)
+        released, self._released = self._released, []
+        return StepPlan(chunks, steps, released)
+
+    def _note_prefill(self, request: Request) -> None:
+        """Part of a prompt is planned: who is planned after this may use its blocks."""
+        self._publish(request, request.num_computed)
+        if request.num_computed == request.num_prompt_tokens:
+            self._share_prompt(request)
 
     # -- prompts --------------------------------------------------------------------------
 
     @staticmethod
-    def _plan_prefill(request: Request, budget: int, planned: dict[Request, int]) -> int:
+    def _plan_prefill(request: Request, budget: int, prompts: dict[Request, int]) -> int:
         count = min(request.num_to_compute, budget)
         if count > 0:
-            planned[request] = count
+            prompts[request] = count
         return count
 
-    def _admit(self, budget: int, planned: dict[Request, int], long: list[Request]) -> int:
+    def _admit(self, budget: int, prompts: dict[Request, int], long: list[Request]) -> int:
         """Start waiting requests; give the tokens planned for them.
 
         Long ones are appended to `long` rather than planned.
@@ -305,6 +413,8 @@ class Scheduler:
                 break
             if request.paused or request.leader is not None:
                 continue
+            if request.num_in_flight:
+                break  # preempted just now: it must know its tokens first, and keeps its turn
             no_long = len(long) >= self._config.max_long_partial_prefills
             if no_long and request.num_tokens > threshold:
                 if lookups == _LONG_LOOKUPS:
@@ -329,12 +439,13 @@ class Scheduler:
             self.running.append(request)
             request.state = RequestState.RUNNING
             request.num_computed = cached
-            request.num_published = len(shared)
+            request.num_known = request.num_tokens
+            self._note_published(request, len(shared))
             seats -= 1
             if is_long:
                 long.append(request)
             else:
-                left -= self._plan_prefill(request, left, planned)
+                left -= self._plan_prefill(request, left, prompts)
         return budget - left
 
     def _find_prefix(self, request: Request) -> list[int]:

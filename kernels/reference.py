@@ -58,7 +58,13 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 
 def paged_attention(
-    query: Tensor, cache: KVLayer, batch: PagedBatch, *, scale: float, window: int | None = None
+    query: Tensor,
+    cache: KVLayer,
+    batch: PagedBatch,
+    *,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """Causal attention (Vaswani et al., arXiv 1706.03762) over a paged pool (Kwon et al., arXiv
     2309.06180), with groups of query heads on one KV head (Ainslie et al., arXiv 2305.13245).
@@ -69,6 +75,8 @@ def paged_attention(
     :param cache: the layer's pool, with the step's own keys and values stored in it.
     :param scale: factor of the scores.
     :param window: positions that a token sees at most, its own included; None sees all.
+    :param soft_cap: bound of the scores, which become `soft_cap * tanh(score / soft_cap)` (Gemma
+        Team, arXiv 2408.00118); None leaves them.
     """
     output = torch.empty(query.shape, dtype=torch.float32)
     grouped = query.shape[1] // cache.keys.shape[1]
@@ -81,6 +89,8 @@ def paged_attention(
             values = torch.stack([cache.values[b, :, i] for b, i in seen], dim=1).float()
             for head in range(query.shape[1]):
                 scores = keys[head // grouped] @ query[t, head].float() * scale
+                if soft_cap is not None:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
                 output[t, head] = torch.softmax(scores, dim=0) @ values[head // grouped]
     return output
 

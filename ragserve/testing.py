@@ -18,10 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .engine import LoadedModel, SampledToken, StepPlan, StepResult, Tokenizer
+from .engine import LoadedModel, StepPlan, StepResult, Tokenizer
 
 if TYPE_CHECKING:
-    from .engine import EngineConfig, ScheduledChunk
+    from .engine import EngineConfig, Request
 
 __all__ = ["ScriptedFailure", "ScriptedModel", "byte_tokenizer"]
 
@@ -37,16 +37,29 @@ class ScriptedFailure(Exception):
     """What `fail_at_step` raises."""
 
 
+class _Seat:
+    """What the device knows of a sequence: all its tokens, whether or not the host does."""
+
+    def __init__(self, request: Request) -> None:
+        self.token_ids = request.tokens(0, request.num_tokens)
+        self.decodes = self.stopped = False
+
+
 class ScriptedModel:
     """A `ModelSource` whose answers, step times and failures are given.
+
+    Like a device that computes by itself it can have several plans under way, and several steps in
+    each; the tokens in flight are its own then, and are not read from the host.
 
     :param reply: the answer, as text or token ids, the same to every prompt; or a function from
         all the tokens so far to the next token; what it raises fails that one request. An
         answer is followed by EOS.
     :param step_seconds: how long a step takes.
-    :param fail_at_step: the step, from 0, that raises `ScriptedFailure`.
-    :param on_step: called in the engine's thread with each plan, before it is computed; may wait
+    :param fail_at_step: the plan, from 0, whose result is `ScriptedFailure`.
+    :param on_step: called in the engine's thread with each plan, when it is launched; may wait
         or raise.
+    :param depth: plans that may be under way at once.
+    :param max_decode_steps: most decode steps in a plan.
     :param num_blocks: size of the KV pool.
     :param max_model_len: most tokens of prompt and answer.
     """
@@ -58,6 +71,8 @@ class ScriptedModel:
         step_seconds: float = 0.0,
         fail_at_step: int | None = None,
         on_step: Callable[[StepPlan], None] | None = None,
+        depth: int = 1,
+        max_decode_steps: int = 1,
         num_blocks: int = 512,
         max_model_len: int = 4096,
     ) -> None:
@@ -67,15 +82,19 @@ class ScriptedModel:
         self._step_seconds = step_seconds
         self._fail_at_step = fail_at_step
         self._on_step = on_step
+        self.depth = depth
+        self.max_decode_steps = max_decode_steps
         self._num_blocks = num_blocks
         self._max_model_len = max_model_len
         self.plans: list[list[tuple[str, int, int]]] = []
-        """What was computed: for each step, (request id, start, number of tokens) of its chunks."""
+        """What was computed: for each plan, (request id, start, number of tokens) of its chunks."""
         self.closed = False
 
     def load(self, config: EngineConfig) -> LoadedModel:
         """See `ModelSource.load`."""
-        self._block_size = config.block_size
+        self._num_seats = config.max_num_seqs
+        self._seats: dict[Request, _Seat] = {}
+        self._ready = 0.0
         self._kv: list[list[int | None]] = [
             [None] * config.block_size for _ in range(self._num_blocks)
         ]
@@ -88,55 +107,100 @@ class ScriptedModel:
             num_blocks=self._num_blocks,
         )
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """See `Runner.execute`."""
-        step = len(self.plans)
+    def samples_on_host(self, request: Request) -> bool:
+        """See `Runner.samples_on_host`."""
+        return False
+
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """See `Runner.launch`. Computes now, which nobody can tell from doing so in order later."""
+        number = len(self.plans)
         self.plans.append([(c.request.request_id, c.start, c.num_tokens) for c in plan.chunks])
         if self._on_step is not None:
             self._on_step(plan)
-        if self._step_seconds:
-            time.sleep(self._step_seconds)
-        if step == self._fail_at_step:
-            raise ScriptedFailure(f"step {step} was told to fail")
-        for chunk in plan.chunks:
-            self._store(chunk)
-        result = StepResult([None] * len(plan.chunks))
-        for index, chunk in enumerate(plan.chunks):
-            if not chunk.sample:
-                continue
-            tokens = self._read(chunk)
-            try:
-                result.sampled[index] = SampledToken(self._next(chunk, tokens))
-            except Exception as error:
-                result.errors[index] = error  # as a real model does with logits of one sequence
-        return result
+        # What is launched after a failure is not computed either.
+        fails = self._fail_at_step is not None and number >= self._fail_at_step
+        result = None if fails else self._compute(plan)
+        self._ready = max(self._ready, time.monotonic()) + plan.num_steps * self._step_seconds
+        ready = self._ready
+
+        def wait() -> StepResult:
+            if self._step_seconds:
+                time.sleep(max(0.0, ready - time.monotonic()))
+            if result is None:
+                raise ScriptedFailure(f"step {number} was told to fail")
+            return result
+
+        return wait
 
     def close(self) -> None:
         """See `Runner.close`."""
         self.closed = True
         self._kv = []
+        self._seats = {}
 
-    def _store(self, chunk: ScheduledChunk) -> None:
-        request, layout = chunk.request, chunk.request.layout
-        for position, token in enumerate(request.tokens(chunk.start, chunk.end), chunk.start):
+    def _compute(self, plan: StepPlan) -> StepResult:
+        for request in plan.released:
+            self._seats.pop(request, None)
+        for chunk in plan.chunks:
+            if chunk.request not in self._seats:
+                self._seats[chunk.request] = _Seat(chunk.request)
+            seat = self._seats[chunk.request]
+            if chunk.decode != seat.decodes:
+                raise RuntimeError(f"{chunk} and its seat disagree whether it decodes")
+            seat.decodes = chunk.sample
+        if len(self._seats) > self._num_seats:
+            raise RuntimeError(f"{len(self._seats)} sequences in {self._num_seats} seats")
+        result = StepResult([()] * len(plan.chunks))
+        for step in range(plan.num_steps):
+            # What this step computes: (index, request, start, end). A stopped sequence is idle.
+            rows = [
+                (index, c.request, c.start + step, c.start + step + 1 if c.decode else c.end)
+                for index, c in enumerate(plan.chunks)
+                if step < max(1, c.num_samples) and not self._seats[c.request].stopped
+            ]
+            # All is stored before anything is read, as in every layer of a model.
+            for _, request, start, end in rows:
+                self._store(request, start, end)
+            for index, request, _, end in rows:
+                if plan.chunks[index].sample:
+                    self._sample(request, end, index, result)
+        return result
+
+    def _sample(self, request: Request, end: int, index: int, result: StepResult) -> None:
+        seat = self._seats[request]
+        tokens = self._read(request, end)
+        try:
+            token_id = self._next(request, tokens)
+        except Exception as error:
+            result.errors[index] = error  # as a real model does with logits of one sequence
+            seat.stopped = True
+            return
+        seat.token_ids.append(token_id)
+        result.sampled[index] = (*result.sampled[index], token_id)
+        count = len(seat.token_ids) - request.num_prompt_tokens
+        seat.stopped = token_id in request.stop_token_ids and count >= request.params.min_tokens
+
+    def _store(self, request: Request, start: int, end: int) -> None:
+        layout, tokens = request.layout, self._seats[request].token_ids
+        for position in range(start, end):
             index = layout.block_of(position)
-            self._kv[request.blocks[index]][position - layout.start(index)] = token
+            self._kv[request.blocks[index]][position - layout.start(index)] = tokens[position]
 
-    def _read(self, chunk: ScheduledChunk) -> list[int]:
-        request, layout = chunk.request, chunk.request.layout
+    def _read(self, request: Request, end: int) -> list[int]:
+        layout = request.layout
         read: list[int | None] = []
-        for index in range(layout.num_blocks(chunk.end)):
-            filled = min(layout.start(index + 1), chunk.end) - layout.start(index)
+        for index in range(layout.num_blocks(end)):
+            filled = min(layout.start(index + 1), end) - layout.start(index)
             read.extend(self._kv[request.blocks[index]][:filled])
-        tokens = request.tokens(0, chunk.end)
+        tokens = self._seats[request].token_ids
         if read != tokens:
             raise RuntimeError(f"{request!r}: its blocks hold {read}, and it is {tokens}")
-        return tokens
+        return list(tokens)
 
-    def _next(self, chunk: ScheduledChunk, tokens: list[int]) -> int:
+    def _next(self, request: Request, token_ids: list[int]) -> int:
         if callable(self._script):
-            return self._script(tokens)
-        done = len(chunk.request.output_token_ids)
+            return self._script(token_ids)
+        done = len(token_ids) - request.num_prompt_tokens
         return self._script[done] if done < len(self._script) else EOS
 
 

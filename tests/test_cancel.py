@@ -235,6 +235,33 @@ async def test_cancel_in_a_step(gate: Gate, stop: Stop, start: int, hits: int) -
         assert again.token_ids == expected(VICTIM, 60)
 
 
+@pytest.mark.parametrize("steps", [1, 8])
+@pytest.mark.parametrize("stop", STOPS)
+async def test_cancel_of_what_is_under_way(gate: Gate, stop: Stop, steps: int) -> None:
+    """Its blocks are free, and given away, while a device still works on it."""
+    ahead = {"depth": 2, "max_decode_steps": steps}
+    model = ScriptedModel(answer, on_step=gate, num_blocks=64, max_model_len=120, **ahead)
+    answers: list[tuple[int, ...]] = []
+    async with Engine.open(model, **KNOBS) as engine:
+        async with anyio.create_task_group() as tasks:
+            victim = Victim(engine)
+            await victim.stream.__aenter__()
+            tasks.start_soon(victim.run)
+            await gate.until(lambda plan: (chunk_of(plan, "victim") or (0, 0))[1] > len(VICTIM) + 9)
+            for prompt in OTHERS:
+                other = await engine.stream(prompt, LONG).__aenter__()
+                tasks.start_soon(read, other, answers)
+            await stop(victim)
+            if stop is not stop_by_abort:
+                await victim.ended.wait()
+            await check_gone(engine, model, gate)
+        assert sorted(answers) == sorted(expected(prompt, 60) for prompt in OTHERS)
+        received = victim.stream.completion.token_ids
+        assert received == expected(VICTIM, len(received))
+        await check_idle(engine)
+        assert (await engine.generate(VICTIM, LONG)).token_ids == expected(VICTIM, 60)
+
+
 @pytest.mark.parametrize("stop", STOPS)
 async def test_cancel_while_queued(gate: Gate, stop: Stop) -> None:
     model = ScriptedModel(answer, on_step=gate)
@@ -613,9 +640,13 @@ async def leave_somehow(engine: Engine, how: random.Random, streams: list[Any]) 
                 assert choice.token_ids == expected(prompt, params.max_tokens or 0)
 
 
-async def test_two_thousand_cancels_leak_nothing(anyio_backend_name: str) -> None:
+@pytest.mark.parametrize(("depth", "steps"), [(1, 1), (2, 8)])
+async def test_two_thousand_cancels_leak_nothing(
+    anyio_backend_name: str, depth: int, steps: int
+) -> None:
     # So small a pool that requests are preempted and evict each other's blocks as well.
-    model = ScriptedModel(answer, num_blocks=40, max_model_len=64)
+    ahead = {"depth": depth, "max_decode_steps": steps}
+    model = ScriptedModel(answer, num_blocks=40, max_model_len=64, **ahead)
     knobs = {**KNOBS, "max_num_seqs": 6, "stream_buffer_tokens": 8}
     streams: list[weakref.ref[Stream]] = []
     async with Engine.open(model, **knobs) as engine:

@@ -96,6 +96,14 @@ async def test_stream_and_completion_say_the_same() -> None:
         assert (await engine.generate("Hello")).text == completion.text
 
 
+async def test_without_text_there_are_token_ids() -> None:
+    async with Engine.open(ScriptedModel("abc")) as engine:
+        completion = await engine.generate("text", SamplingParams(detokenize=False))
+        assert completion.text == ""
+        assert completion.token_ids == (*b"abc", 256)
+        assert completion.finish_reason == "stop"
+
+
 async def test_both_ways_to_open() -> None:
     async with Engine.open(ScriptedModel("abc"), block_size=8) as engine:
         assert engine.config.block_size == 8
@@ -267,9 +275,11 @@ async def many(engine: Engine, count: int, first: int = 0) -> None:
             tasks.start_soon(one, index)
 
 
+@pytest.mark.parametrize(("depth", "steps"), [(1, 1), (2, 1), (2, 8)])
 @pytest.mark.parametrize("num_blocks", [512, 24])
-async def test_many_at_once(num_blocks: int) -> None:
-    model = ScriptedModel(answer, num_blocks=num_blocks, max_model_len=64)
+async def test_many_at_once(num_blocks: int, depth: int, steps: int) -> None:
+    ahead = {"depth": depth, "max_decode_steps": steps}
+    model = ScriptedModel(answer, num_blocks=num_blocks, max_model_len=64, **ahead)
     async with Engine.open(model, block_size=4, max_num_seqs=8) as engine:
         await many(engine, 60)
         await engine.check_integrity()
@@ -278,6 +288,46 @@ async def test_many_at_once(num_blocks: int) -> None:
         assert statistics.num_finished["length"] == 60
         assert statistics.num_running == statistics.num_waiting == statistics.blocks_used == 0
         assert (statistics.num_preemptions > 0) == (num_blocks == 24)
+
+
+@pytest.mark.parametrize(("depth", "steps"), [(2, 1), (2, 8), (3, 5)])
+async def test_a_device_that_works_ahead_gives_the_same(depth: int, steps: int) -> None:
+    """Ends in the middle of a plan, of every kind: what comes after them is dropped."""
+    text = expected(b"hey", 40)
+    asked = [
+        SamplingParams(max_tokens=40),
+        SamplingParams(max_tokens=1),
+        SamplingParams(max_tokens=11, n=3),
+        SamplingParams(max_tokens=40, stop=text[20:23]),
+        SamplingParams(max_tokens=40, stop=[text[20:23], text[30]], min_tokens=22),
+        SamplingParams(max_tokens=40, stop=text[7:9], include_stop_str_in_output=True),
+        SamplingParams(max_tokens=40, stop_token_ids=[ord(text[13])]),
+        SamplingParams(max_tokens=40, stop_token_ids=[ord(text[13])], stop=text[12:14]),
+        SamplingParams(max_tokens=40, stop_token_ids=[ord(text[5])], min_tokens=18),
+    ]
+
+    async def answers(model: ScriptedModel, apart: int) -> list[Any]:
+        got: dict[int, Any] = {}
+
+        async def one(index: int) -> None:
+            completion = await engine.generate("hey", asked[index])
+            got[index] = (completion.choices, completion.usage.completion_tokens)
+
+        async with Engine.open(model, block_size=4, max_num_seqs=5) as engine:
+            async with anyio.create_task_group() as tasks:
+                for index in range(len(asked)):
+                    tasks.start_soon(one, index)
+                    for _ in range(apart):
+                        await anyio.lowlevel.checkpoint()
+            await engine.check_integrity()
+            assert engine.statistics().blocks_used == 0
+        return [got[index] for index in range(len(asked))]
+
+    plain = await answers(ScriptedModel(answer), 0)
+    for apart in (0, 3):
+        model = ScriptedModel(answer, depth=depth, max_decode_steps=steps)
+        assert await answers(model, apart) == plain
+        assert steps == 1 or any(n > 1 and s > 3 for plan in model.plans for _, s, n in plan)
 
 
 async def test_priority(hold: Hold) -> None:

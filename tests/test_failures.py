@@ -237,7 +237,10 @@ async def test_invalid_arguments_are_refused_at_once(
         {"max_num_seqs": 2.5},
         {"queue_timeout": 0},
         {"watermark": 1.0},
-        {"device": "cuda"},
+        {"multi_step_seconds": -0.1},
+        {"multi_step_seconds": float("nan")},
+        {"max_num_prefill_tokens": 0},
+        {"device": "tpu"},
         {"max_num_seqs": 600, "max_num_batched_tokens": 599},
         {"trust_remote_code": True},
     ],
@@ -298,10 +301,11 @@ async def expect_death(stream: Stream, caught: list[EngineDeadError]) -> None:
     caught.append(info.value)
 
 
-async def test_a_failing_step_fails_every_stream_with_its_cause() -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_failing_step_fails_every_stream_with_its_cause(depth: int) -> None:
     cause = ScriptedFailure("a test's")
     hold = Hold(cause)
-    model = ScriptedModel(ENDLESS, on_step=hold)
+    model = ScriptedModel(ENDLESS, on_step=hold, depth=depth)
     caught: list[EngineDeadError] = []
     before = threads()
     engine = await Engine.open(model, max_num_seqs=2)
@@ -345,9 +349,10 @@ async def test_a_failing_step_fails_every_stream_with_its_cause() -> None:
     assert engine.health().status == "dead"  # closing it does not make it forget
 
 
+@pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("step", [0, 1, 5])
-async def test_what_came_before_the_failure_is_delivered(step: int) -> None:
-    model = ScriptedModel("Hello.", fail_at_step=step)
+async def test_what_came_before_the_failure_is_delivered(step: int, depth: int) -> None:
+    model = ScriptedModel("Hello.", fail_at_step=step, depth=depth)
     async with Engine.open(model) as engine:
         stream = engine.stream("text")
         text = ""
@@ -529,9 +534,10 @@ async def test_drain_finishes_what_was_submitted_just_before(hold: Hold) -> None
         assert stream.completion.finish_reason == "stop"
 
 
-async def test_drain_does_not_wait_for_a_consumer() -> None:
+@pytest.mark.parametrize(("depth", "steps"), [(1, 1), (2, 4)])
+async def test_drain_does_not_wait_for_a_consumer(depth: int, steps: int) -> None:
     """A stream that was paused, and that nobody reads, must not keep the engine open."""
-    model = ScriptedModel("abcdefgh" * 8)
+    model = ScriptedModel("abcdefgh" * 8, depth=depth, max_decode_steps=steps)
     async with Engine.open(model, stream_buffer_tokens=4) as engine:
         stream = await engine.stream("text").__aenter__()
         first = await anext(stream)
@@ -541,8 +547,9 @@ async def test_drain_does_not_wait_for_a_consumer() -> None:
     assert first.text + "".join(rest) == "abcdefgh" * 8
 
 
-async def test_terminate_ends_all_streams(hold: Hold) -> None:
-    model = ScriptedModel(ENDLESS, on_step=hold)
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_terminate_ends_all_streams(hold: Hold, depth: int) -> None:
+    model = ScriptedModel(ENDLESS, on_step=hold, depth=depth, max_decode_steps=4)
     engine = await Engine.open(model, max_num_seqs=1)
     streams = [await engine.stream(f"text {i}").__aenter__() for i in range(3)]
     await hold.entered()

@@ -70,6 +70,7 @@ VALID = {
     "ignore_eos": [True, False],
     "include_stop_str_in_output": [True, False],
     "skip_special_tokens": [True, False],
+    "detokenize": [True, False],
     "logprobs": [None, 0, 20],
     "prompt_logprobs": [None, 0, 20],
 }
@@ -95,6 +96,7 @@ INVALID = {
     "ignore_eos": [1, 0, None, "true"],
     "include_stop_str_in_output": [1, None],
     "skip_special_tokens": [0, None],
+    "detokenize": [0, None],
     "logprobs": [*NO_INTEGER, -1, 21],
     "prompt_logprobs": [*NO_INTEGER, -1, 21],
 }
@@ -131,6 +133,13 @@ def test_min_tokens_within_max_tokens():
     SamplingParams(min_tokens=3, max_tokens=3)
     with pytest.raises(InvalidParamsError, match="at most max_tokens, 3"):
         SamplingParams(min_tokens=4, max_tokens=3)
+
+
+def test_stop_strings_need_text():
+    SamplingParams(stop_token_ids=[5], detokenize=False)
+    with pytest.raises(InvalidParamsError, match="detokenize=False") as caught:
+        SamplingParams(stop="x", detokenize=False)
+    assert caught.value.parameter == "stop"
 
 
 def test_numbers_become_plain():

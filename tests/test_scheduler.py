@@ -7,6 +7,7 @@ they are handed out, so that nothing is right only because it was right before.
 
 from __future__ import annotations
 
+import collections
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -23,19 +24,25 @@ from ragserve.engine import (
     QueueTimeoutError,
     Request,
     Retention,
-    SampledToken,
     SamplingParams,
+    ScheduledChunk,
     StepPlan,
     StepResult,
     TokenizedPrompt,
     Update,
 )
 from ragserve.engine.block_pool import BlockLayout, BlockPool
+from ragserve.engine.core import _Pace
 from ragserve.engine.request import RequestState
 from ragserve.testing import ScriptedModel
 
 VOCAB = 64
 EOS = VOCAB - 1
+
+MODES = [(1, 1), (2, 1), (2, 8), (1, 3)]
+"""(plans under way, decode steps in a plan): a CPU, and devices that the host lags behind."""
+
+ahead = pytest.mark.parametrize(("depth", "steps"), MODES)
 
 # -- the rig ------------------------------------------------------------------------------
 
@@ -54,11 +61,40 @@ def alone(request: Request) -> list[int]:
         count = len(tokens) - request.num_prompt_tokens
         if tokens[-1] in request.stop_token_ids and count >= request.params.min_tokens:
             break
+        if isinstance(request.text, Letters) and request.text.letter(tokens[-1]) == (
+            request.text.stop
+        ):
+            break
     return tokens[request.num_prompt_tokens :]
 
 
+class Model(ScriptedModel):
+    """Answers with `next_token`, or a script.
+
+    :param stops: whether the device itself sees what ends an answer.
+    """
+
+    def __init__(self, script: Any, *, stops: bool, **options: Any) -> None:
+        super().__init__(script or (), **options)
+        self.scripted = script is not None
+        self.stops = stops
+
+    def _next(self, request: Request, token_ids: list[int]) -> int:
+        if self.scripted:
+            return super()._next(request, token_ids)
+        return next_token(token_ids, request.index)
+
+    def _sample(self, request: Request, end: int, index: int, result: StepResult) -> None:
+        super()._sample(request, end, index, result)
+        if not self.stops:
+            self._seats[request].stopped = False
+
+
 class WipingPool(BlockPool):
-    """Wipes blocks when they are handed out, and knows whose content each of them holds."""
+    """Wipes blocks when they are handed out, and knows whose content each of them holds.
+
+    The model has done by then what was launched before, as a device will have.
+    """
 
     model: ScriptedModel
 
@@ -78,15 +114,29 @@ class Rig:
     """A core, its scripted model, and a watch over every step.
 
     :param script: what the model answers; None is `next_token`.
+    :param depth: of the runner.
+    :param steps: most decode steps in a plan; of which, in this test, no clock says how many.
+    :param stops: whether the device itself sees what ends an answer.
     :param knobs: of `EngineConfig`; blocks have 16 tokens and the watermark is off.
     """
 
-    def __init__(self, num_blocks: int = 512, *, script: Any = None, **knobs: Any) -> None:
+    def __init__(
+        self,
+        num_blocks: int = 512,
+        *,
+        script: Any = None,
+        depth: int = 1,
+        steps: int = 1,
+        stops: bool = True,
+        **knobs: Any,
+    ) -> None:
         knobs = {"block_size": 16, "watermark": 0.0, "num_tokenizers": 1} | knobs
-        self.config = EngineConfig(**knobs)
+        self.config = EngineConfig(**{"multi_step_seconds": 1e9} | knobs)
         self.num_blocks = num_blocks
-        self.scripted = script is not None
-        self.model = ScriptedModel(script or next_token, num_blocks=num_blocks)
+        self.depth = depth
+        self.max_decode_steps = steps
+        options = {"depth": depth, "max_decode_steps": steps, "num_blocks": num_blocks}
+        self.model = Model(script, stops=stops, **options)
         self.model.load(self.config)
         self.pool = WipingPool(num_blocks, enable_prefix_caching=self.config.enable_prefix_caching)
         self.pool.model = self.model
@@ -94,26 +144,64 @@ class Rig:
         self.scheduler = self.core.scheduler
         self.plan = StepPlan([])
         """The last one."""
+        self.made: list[StepPlan] = []
+        self.under_way: list[StepPlan] = []
         self.requests: list[Request] = []
         self.updates: list[Update] = []
         self._ids = itertools.count()
 
     # Runner
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
         self.plan = plan
         self._note_owners(chunk.request for chunk in plan.chunks)
-        result = self.model.execute(plan)
-        if self.scripted:
-            return result
-        return StepResult(
-            [
-                sampled and SampledToken(next_token(c.request.tokens(0, c.end), c.request.index))
-                for c, sampled in zip(plan.chunks, result.sampled, strict=True)
-            ]
-        )
+        self.check_plan(plan)
+        wait = self.model.launch(plan)
+        self.made.append(plan)
+        self.under_way.append(plan)
+        assert len(self.under_way) <= self.depth
+
+        def take() -> StepResult:
+            assert self.under_way.pop(0) is plan, "results are taken in order"
+            return wait()
+
+        return take
+
+    def samples_on_host(self, request: Request) -> bool:
+        return request.params.bad_words != ()
 
     def close(self) -> None:
-        raise AssertionError("the core does not close its runner")
+        self.model.close()
+
+    def check_plan(self, plan: StepPlan) -> None:
+        """What must be true of any plan."""
+        config = self.config
+        planned = [chunk.request for chunk in plan.chunks]
+        assert 0 < len(planned) == len(set(planned)) <= config.max_num_seqs
+        assert not any(r.paused for r in planned)
+        assert plan.num_tokens <= config.max_num_batched_tokens * plan.num_steps
+        decodes = sum(c.decode for c in plan.chunks)
+        limit = config.max_num_prefill_tokens
+        if limit is not None and 0 < decodes < len(planned):
+            assert plan.num_tokens - decodes <= limit + 1  # and a prompt's last token
+        assert plan.num_steps == 1 or decodes == len(planned)
+        assert plan.num_steps == max(1, *(c.num_samples for c in plan.chunks), 1)
+        for chunk in plan.chunks:
+            request = chunk.request
+            assert chunk.end == request.num_computed
+            assert request.layout.num_blocks(chunk.end) <= len(request.blocks)
+            assert request.num_prompt_tokens <= request.length <= request.max_length
+            if chunk.decode:
+                assert chunk.num_tokens == chunk.num_samples > 0
+                assert chunk.start >= request.num_prompt_tokens
+                assert request.layout.num_blocks(chunk.end) == len(request.blocks)
+            else:
+                assert chunk.end <= request.num_tokens
+                assert chunk.num_samples == (chunk.end == request.num_tokens)
+            if self.samples_on_host(request):
+                assert plan.num_steps == 1
+                assert not any(
+                    c.request is request and c.sample for p in self.under_way for c in p.chunks
+                )
 
     def add(
         self,
@@ -179,7 +267,7 @@ class Rig:
 
     def step(self) -> list[Update]:
         """A step, and everything that must be true of any step."""
-        scheduler, config = self.scheduler, self.config
+        scheduler = self.scheduler
         ready = [r for r in self.requests if self.may_run(r)]
         decoding = {
             r: r.timeline.preemptions
@@ -191,20 +279,17 @@ class Rig:
         self.plan = StepPlan([])
         updates = self.core.step()
         self.updates += updates
-        progress = self.core.num_steps - num_steps
-        assert progress == bool(self.plan.chunks)
+        progress = self.core.num_steps > num_steps
+        assert progress or not self.plan.chunks
         assert progress or not ready, f"nothing runs, and could: {ready}"
-        assert self.plan.num_tokens <= config.max_num_batched_tokens
-        assert len(self.plan.chunks) <= config.max_num_seqs
-        assert len(scheduler.running) <= config.max_num_seqs
-        planned = [chunk.request for chunk in self.plan.chunks]
-        assert len(set(planned)) == len(planned)
-        assert not any(r.paused for r in planned)
-        for request, preemptions in decoding.items():
-            assert request in planned or request.timeline.preemptions > preemptions
-        if any(r.timeline.preemptions > count for r, count in seated.items()):
-            # Taking blocks from one request to start another would go round in circles.
-            assert {r for r in scheduler.running if not r.paused} <= seated.keys()
+        assert len(scheduler.running) <= self.config.max_num_seqs
+        if self.depth == 1:
+            planned = [chunk.request for chunk in self.plan.chunks]
+            for request, preemptions in decoding.items():
+                assert request in planned or request.timeline.preemptions > preemptions
+            if any(r.timeline.preemptions > count for r, count in seated.items()):
+                # Taking blocks from one request to start another would go round in circles.
+                assert {r for r in scheduler.running if not r.paused} <= seated.keys()
         self.check()
         return updates
 
@@ -221,6 +306,13 @@ class Rig:
         self._note_owners(self.scheduler.live())
         live = [r for r in self.requests if r.state is not RequestState.FINISHED]
         assert set(self.scheduler.live()) == set(live)
+        # Exactly these are sampled by plans that are under way.
+        in_flight = collections.Counter(
+            {c.request: 0 for p in self.under_way for c in p.chunks} | dict.fromkeys(live, 0)
+        )
+        for plan in self.under_way:
+            in_flight.update({c.request: c.num_samples for c in plan.chunks})
+        assert all(r.num_in_flight == in_flight[r] for r in live)
         if not live:
             stats = self.pool.statistics()
             assert stats.free + stats.cached == stats.total
@@ -241,7 +333,7 @@ class Rig:
             self.step()
         assert not self.scheduler.has_requests, "does not come to an end"
         for request in self.requests:
-            if request.finish_reason in ("stop", "length") and not self.scripted:
+            if request.finish_reason in ("stop", "length") and not self.model.scripted:
                 assert request.output_token_ids == alone(request)
 
     def computed(self, request: Request) -> int:
@@ -853,9 +945,11 @@ def test_a_leader_that_ends_with_its_first_token_leaves_the_prompt_to_the_others
     assert not rig.scheduler.has_requests
 
 
-def test_more_choices_than_seats_or_blocks_all_come_to_their_end() -> None:
+@ahead
+def test_more_choices_than_seats_or_blocks_all_come_to_their_end(depth: int, steps: int) -> None:
     for caching in (True, False):
-        rig = Rig(5, max_num_seqs=3, max_num_batched_tokens=32, enable_prefix_caching=caching)
+        knobs = {"max_num_seqs": 3, "max_num_batched_tokens": 32, "enable_prefix_caching": caching}
+        rig = Rig(5, depth=depth, steps=steps, **knobs)
         choices = rig.add_choices(33, n=20, max_tokens=30)
         other = rig.add(33, max_tokens=30, priority=-1)
         rig.drain()
@@ -865,6 +959,8 @@ def test_more_choices_than_seats_or_blocks_all_come_to_their_end() -> None:
 # -- ends ---------------------------------------------------------------------------------
 
 
+@ahead
+@pytest.mark.parametrize("stops", [True, False])
 @pytest.mark.parametrize(
     ("params", "count", "reason", "stop_reason"),
     [
@@ -883,35 +979,67 @@ def test_more_choices_than_seats_or_blocks_all_come_to_their_end() -> None:
     ],
 )
 def test_what_ends_an_answer(
-    params: dict[str, Any], count: int, reason: str, stop_reason: int | None
+    params: dict[str, Any],
+    count: int,
+    reason: str,
+    stop_reason: int | None,
+    stops: bool,
+    depth: int,
+    steps: int,
 ) -> None:
     script = [5, 6, EOS, 7, 8, 9, 10, 11]
-    rig = Rig(script=script)
+    rig = Rig(script=script, stops=stops, depth=depth, steps=steps, block_size=2)
+    warm_up(rig)
     request = rig.add(20, **params)
     rig.drain()
+    # Past the end nothing is found, whatever was computed there; nor the token that ends it.
+    assert len(rig.pool.find(request.keys)) == (20 + count - 1) // 2
     assert request.output_token_ids == script[:count]
     assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
     assert [t for u in rig.updates for t in u.delta.token_ids] == script[:count]
-    assert [u.delta.finish_reason for u in rig.updates] == [None] * (count - 1) + [reason]
+    reasons = [u.delta.finish_reason for u in rig.updates]
+    assert reasons == [None] * (len(reasons) - 1) + [reason]
+    assert len(reasons) == count or steps > 1
     assert rig.core.generated_tokens == count
+
+
+INCLUDE = "include_stop_str_in_output"
+
+
+def warm_up(rig: Rig) -> None:
+    """Let it learn that steps are short, with a request that leaves no other trace."""
+    rig.add(1, max_tokens=4, ignore_eos=True)
+    rig.drain()
+    rig.pool.clear()
+    rig.updates.clear()
+    rig.core.generated_tokens = 0
+    while rig.under_way:
+        rig.step()
 
 
 class Letters:
     """One letter per token, and one of them is a stop string."""
 
     def __init__(self, stop: str) -> None:
-        self.stop, self.stop_reason = stop, None
+        self.stop, self.stop_reason, self.num_tokens = stop, None, 0
 
     def push(self, token_ids: Sequence[int]) -> str:
-        text = "".join(chr(ord("a") + token % 26) for token in token_ids)
-        if text == self.stop:
-            self.stop_reason = text
+        text = "".join(map(self.letter, token_ids))
+        if self.stop in text:
+            self.stop_reason = self.stop
+            text = text[: text.index(self.stop) + 1]
+        self.num_tokens += len(text)
         return text
+
+    @staticmethod
+    def letter(token_id: int) -> str:
+        return chr(ord("a") + token_id % 26)
 
     def finish(self) -> str:
         return "."
 
 
+@ahead
 @pytest.mark.parametrize(
     ("params", "stop", "text", "reason", "stop_reason"),
     [
@@ -925,12 +1053,22 @@ class Letters:
     ],
 )
 def test_what_text_an_answer_has(
-    params: dict[str, Any], stop: str, text: str, reason: str, stop_reason: str | int | None
+    params: dict[str, Any],
+    stop: str,
+    text: str,
+    reason: str,
+    stop_reason: str | int | None,
+    depth: int,
+    steps: int,
 ) -> None:
-    rig = Rig(script=[5, 6, EOS, 7, 8, 9, 10, 11])
+    rig = Rig(script=[5, 6, EOS, 7, 8, 9, 10, 11], depth=depth, steps=steps)
+    warm_up(rig)
     request = rig.add(20, **params)
     request.text = Letters(stop)
     rig.drain()
+    shown = len(text) - 1
+    hidden = reason == "stop" and stop_reason != stop and not params.get(INCLUDE, False)
+    assert len(request.output_token_ids) == shown + hidden
     assert "".join(u.delta.text for u in rig.updates) == text
     assert (request.finish_reason, request.stop_reason) == (reason, stop_reason)
 
@@ -939,6 +1077,7 @@ class FailingText:
     """Text that cannot be made."""
 
     stop_reason = None
+    num_tokens = 0
 
     def __init__(self, pushes: int) -> None:
         self.pushes = pushes
@@ -970,40 +1109,284 @@ def test_a_sequence_that_the_runner_fails_ends_alone() -> None:
     rig = Rig()
     bad, good = rig.add(20), rig.add(20)
     failure = ValueError("these logits are no numbers")
-    execute = rig.execute
+    launch = rig.launch
 
-    def fail_one(plan: StepPlan) -> StepResult:
-        result = execute(plan)
-        errors = {
-            index: failure
-            for index, chunk in enumerate(plan.chunks)
-            if chunk.request is bad and bad.output_token_ids
-        }
-        return StepResult(result.sampled, {}, errors)
+    def fail_one(plan: StepPlan) -> Callable[[], StepResult]:
+        wait = launch(plan)
 
-    rig.execute = fail_one  # type: ignore[method-assign]
+        def take() -> StepResult:
+            result = wait()
+            for index, chunk in enumerate(plan.chunks):
+                if chunk.request is bad and bad.output_token_ids:
+                    result.sampled[index] = ()
+                    result.errors[index] = failure
+            return result
+
+        return take
+
+    rig.launch = fail_one  # type: ignore[method-assign]
     rig.drain()
     assert (bad.finish_reason, good.finish_reason) == ("error", "length")
     assert [u.error for u in rig.updates if u.finished] == [failure, None]
     assert len(bad.output_token_ids) == 1
 
 
-@pytest.mark.parametrize("steps", range(8))
+@ahead
+@pytest.mark.parametrize("after", range(8))
 @pytest.mark.parametrize("victim", range(4))
-def test_aborting_one_in_any_state_changes_no_other(steps: int, victim: int) -> None:
-    rig = Rig(9, max_num_seqs=3, max_num_batched_tokens=24)
+def test_aborting_one_in_any_state_changes_no_other(
+    after: int, victim: int, depth: int, steps: int
+) -> None:
+    rig = Rig(9, max_num_seqs=3, max_num_batched_tokens=24, depth=depth, steps=steps)
     rig.add(40, max_tokens=30)
     rig.add_choices(20, n=2, max_tokens=20)
     rig.add(33, max_tokens=9)
-    for _ in range(steps):
+    for _ in range(after):
         rig.step()
     held = rig.pool.statistics().held
+    alive = rig.requests[victim].state is not RequestState.FINISHED
     rig.core.abort(rig.requests[victim])
     assert rig.requests[victim].blocks == []
     assert rig.pool.statistics().held <= held
     rig.check()
     rig.drain()
-    assert sum(r.finish_reason == "abort" for r in rig.requests) == 1
+    aborted = [r for r in rig.requests if r.finish_reason == "abort"]
+    assert aborted == ([rig.requests[victim]] if alive else [])
+
+
+# -- working ahead of the host ------------------------------------------------------------
+
+
+def ahead_rig(num_blocks: int = 512, *, steps: int = 8, **knobs: Any) -> Rig:
+    """Two plans at a time, and it has learnt already that steps are short."""
+    rig = Rig(num_blocks, depth=2, steps=steps, **knobs)
+    warm_up(rig)
+    rig.core._pace._step = dict.fromkeys(range(10), 1.0)
+    return rig
+
+
+def test_the_next_plan_is_launched_before_the_last_result_is_looked_at() -> None:
+    rig = Rig(depth=2, max_num_batched_tokens=16, max_num_seqs=4)
+    request = rig.add(40, max_tokens=4)
+    for in_flight, updates in ((0, 0), (1, 0), (1, 1), (1, 1), (1, 1)):
+        assert len(rig.step()) == updates
+        assert len(rig.under_way) == 1
+        assert request.num_in_flight == in_flight
+    assert len(rig.step()) == 1, "its last token was under way, and nothing after that"
+    assert not rig.under_way
+    assert request.finish_reason == "length"
+    assert [c.num_tokens for c in request.timeline.chunks] == [16, 16, 8]
+    chunks = request.timeline.chunks
+    assert all(a.end <= b.start <= b.end for a, b in itertools.pairwise(chunks))
+
+
+def test_a_plan_has_many_steps_while_nothing_else_is_to_be_computed() -> None:
+    rig = ahead_rig(max_num_seqs=3)
+    first = rig.add(20, max_tokens=60)
+    rig.step()
+    assert (rig.plan.num_steps, first.num_in_flight) == (8, 8)
+    assert rig.step()[0].delta.token_ids == tuple(first.output_token_ids[1:])
+    second = rig.add(20, max_tokens=40)
+    rig.step()
+    assert rig.plan.num_steps == 1, "the prompt"
+    rig.step()
+    assert rig.plan.num_steps == 8
+    others = [rig.add(20, max_tokens=12) for _ in range(2)]
+    rig.step()
+    rig.step()
+    assert rig.plan.num_steps == 8, "the last has no seat"
+    assert others[1].state is RequestState.WAITING
+    rig.drain()
+    steps = [plan.num_steps for plan in rig.made if any(c.request is second for c in plan.chunks)]
+    assert set(steps) >= {1, 8}
+
+
+def test_a_plan_has_no_more_steps_than_tokens_are_left() -> None:
+    rig = ahead_rig()
+    short, long = rig.add(20, max_tokens=4), rig.add(20, max_tokens=6)
+    rig.step()
+    assert rig.plan.num_steps == 5
+    assert [c.num_samples for c in rig.plan.chunks] == [3, 5]
+    rig.step()
+    assert not rig.under_way
+    assert short.finish_reason == long.finish_reason == "length"
+
+
+def test_blocks_for_many_steps_are_taken_from_nobody() -> None:
+    rig = ahead_rig(5)
+    first, second = rig.add(20, max_tokens=20), rig.add(30, max_tokens=9)
+    rig.step()
+    assert rig.plan.num_steps == 8
+    assert (len(first.blocks), len(second.blocks)) == (2, 3)
+    rig.step()
+    assert rig.plan.num_steps == 1, "for eight it needs a third block, for one it does not"
+    assert second.state is RequestState.FINISHED
+    rig.step()
+    assert rig.plan.num_steps == 8
+    rig.drain()
+    assert rig.scheduler.num_preemptions == 0
+
+
+def test_blocks_are_taken_first_from_who_needs_them_no_more() -> None:
+    rig = ahead_rig(4)
+    first, second = rig.add(24, max_tokens=8), rig.add(24, max_tokens=20)
+    rig.step()
+    assert first.num_in_flight == 7
+    rig.step()
+    assert second.blocks[2:], "which it gave, though it is older, while its last steps ran"
+    assert (first.finish_reason, second.timeline.preemptions) == ("length", 0)
+    rig.drain()
+
+
+def test_one_step_at_a_time_if_the_time_is_short() -> None:
+    rig = Rig(depth=2, steps=8, multi_step_seconds=0.0)
+    rig.add(20, max_tokens=30)
+    rig.drain()
+    assert {plan.num_steps for plan in rig.made} == {1}
+
+
+def test_the_pace_is_what_fits_into_the_time() -> None:
+    def plan(num_seqs: int, steps: int, decode: bool = True) -> StepPlan:
+        request = Rig().add(1)
+        return StepPlan([ScheduledChunk(request, 0, 1, 1, decode)] * num_seqs, steps)
+
+    pace = _Pace(0.010, 8)
+    assert pace.steps(5) == 1, "nothing is known yet"
+    pace.note(plan(4, 1, decode=False), 1_000_000)
+    assert pace.steps(5) == 1, "of prompts it learns nothing"
+    pace.note(plan(4, 1), 2_500_000)
+    assert [pace.steps(n) for n in (3, 4, 7, 8)] == [1, 4, 4, 1]
+    for _ in range(50):
+        pace.note(plan(6, 4), 4 * 500_000)
+    assert pace.steps(5) == 8, "no more than the runner can"
+    for _ in range(50):
+        pace.note(plan(6, 4), 4 * 50_000_000)
+    assert pace.steps(5) == 1
+    pace.note(plan(1, 1), 0)
+    assert pace.steps(1) == 8
+
+
+def test_a_preempted_request_gets_what_was_under_way_before_it_is_seated_again() -> None:
+    rig = Rig(6, depth=3, steps=1)
+    first, second = rig.add(40, max_tokens=40), rig.add(40, max_tokens=40)
+    rig.until(lambda: second.timeline.preemptions)
+    assert second.state is RequestState.WAITING
+    in_flight, known = second.num_in_flight, len(second.output_token_ids)
+    assert in_flight > 0
+    assert second in rig.under_way[-1].released
+    rig.until(lambda: second.num_in_flight == 0)
+    assert second.state is RequestState.WAITING
+    assert len(second.output_token_ids) == known + in_flight
+    rig.drain()
+    assert first.timeline.preemptions == 0
+
+
+def test_tokens_under_way_come_before_a_seat_even_if_there_is_one() -> None:
+    rig = Rig(6, depth=3)
+    first, second = rig.add(40, max_tokens=40), rig.add(40, max_tokens=40)
+    third = rig.add(20, max_tokens=2)
+    rig.until(lambda: second.timeline.preemptions)
+    assert second.num_in_flight
+    rig.core.abort(first)  # so there is room
+    rig.step()
+    assert second.state is third.state is RequestState.WAITING, "it keeps its turn"
+    rig.step()
+    assert second.state is RequestState.RUNNING
+    assert second.num_known > 40
+    rig.drain()
+
+
+@pytest.mark.parametrize("max_tokens", range(12, 20))
+def test_a_preempted_request_may_end_with_what_was_under_way(max_tokens: int) -> None:
+    rig = Rig(5, depth=2, steps=1)
+    rig.add(33, max_tokens=40)
+    second = rig.add(20, max_tokens=max_tokens)
+    rig.drain()
+    assert (second.finish_reason, len(second.output_token_ids)) == ("length", max_tokens)
+
+
+def test_blocks_of_an_ended_request_are_free_while_it_is_under_way() -> None:
+    rig = ahead_rig()
+    request, other = rig.add(20, max_tokens=60), rig.add(20, max_tokens=60)
+    rig.step()
+    assert request.num_in_flight == 8
+    held, count = rig.pool.statistics().held, len(request.output_token_ids)
+    rig.core.abort(request)
+    assert rig.pool.statistics().held == held // 2
+    updates = rig.step()
+    assert [u.request for u in updates] == [other]
+    assert len(request.output_token_ids) == count
+    assert request in rig.under_way[-1].released
+    rig.drain()
+
+
+def test_seats_are_given_back_in_the_plan_that_gives_them_away() -> None:
+    rig = ahead_rig(max_num_seqs=2)
+    for number in range(6):
+        rig.add(20, max_tokens=3 + number)
+    rig.drain()
+    seated: set[Request] = set()
+    for plan in rig.made:
+        seated -= set(plan.released)
+        seated |= {chunk.request for chunk in plan.chunks}
+        assert len(seated) <= 2  # the model checks it too
+    assert len(seated) <= 2
+
+
+def test_a_request_that_is_sampled_on_the_host_is_never_ahead_of_it() -> None:
+    rig = ahead_rig()
+    slow, quick = rig.add(20, max_tokens=10, bad_words=["x"]), rig.add(20, max_tokens=40)
+    rig.until(lambda: slow.state is RequestState.FINISHED)
+    assert len(quick.output_token_ids) > 10
+    assert any(len(plan.chunks) == 1 for plan in rig.made), "every other plan is without it"
+    rig.drain()
+
+
+def test_prompts_take_little_of_a_step_in_which_others_decode() -> None:
+    rig = Rig(max_num_batched_tokens=64, max_num_prefill_tokens=10)
+    first = rig.add(100, max_tokens=30)
+    rig.step()
+    assert rig.computed(first) == 64, "nobody decodes"
+    rig.step()
+    second = rig.add(100, max_tokens=2)
+    rig.step()
+    assert (rig.computed(first), rig.computed(second)) == (1, 10)
+    rig.until(lambda: first.state is RequestState.FINISHED)
+    rig.drain()
+    assert [c.num_tokens for c in second.timeline.chunks] == [10] * 10
+
+
+def test_what_comes_before_an_error_counts() -> None:
+    def script(tokens: list[int]) -> int:
+        return 1 // (len(tokens) - 26)
+
+    rig = ahead_rig(script=script)
+    request = rig.add(20, max_tokens=30, ignore_eos=True)
+    rig.until(lambda: request.state is RequestState.FINISHED)
+    assert request.finish_reason == "error"
+    assert len(request.output_token_ids) == 6
+    errors = [u.error for u in rig.updates if u.error is not None]
+    assert [type(error) for error in errors] == [ZeroDivisionError]
+    rig.drain()
+
+
+def test_a_runner_that_gives_too_little_is_found_out() -> None:
+    rig = ahead_rig(script=[1, 2, 3, EOS])
+    request = rig.add(20, max_tokens=30)
+    rig.step()
+    request.stop_token_ids = frozenset()  # the host does not agree that the third ends it
+    with pytest.raises(RuntimeError, match="the runner gave"):
+        rig.drain()
+
+
+def test_closing_drops_what_is_under_way() -> None:
+    rig = ahead_rig()
+    rig.add(20, max_tokens=60)
+    rig.step()
+    assert rig.under_way
+    rig.core.close()
+    assert rig.model.closed
+    assert not rig.core._launched
 
 
 # -- statistics and timeline --------------------------------------------------------------
@@ -1066,6 +1449,9 @@ class CoreMachine(RuleBasedStateMachine):
         threshold=st.sampled_from([None, 1, 8, 20]),
         max_long=st.integers(1, 2),
         watermark=st.sampled_from([0.0, 0.0, 0.25]),
+        max_prefill=st.sampled_from([None, None, 1, 5]),
+        mode=st.sampled_from([*MODES, (3, 2)]),
+        stops=st.booleans(),
     )
     def open(
         self,
@@ -1077,6 +1463,9 @@ class CoreMachine(RuleBasedStateMachine):
         threshold: int | None,
         max_long: int,
         watermark: float,
+        max_prefill: int | None,
+        mode: tuple[int, int],
+        stops: bool,
     ) -> None:
         self.rig = Rig(
             num_blocks,
@@ -1087,6 +1476,10 @@ class CoreMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             max_long_partial_prefills=max_long,
             watermark=watermark,
+            max_num_prefill_tokens=max_prefill,
+            depth=mode[0],
+            steps=mode[1],
+            stops=stops,
         )
         self.aborted: set[Request] = set()
 
@@ -1104,6 +1497,8 @@ class CoreMachine(RuleBasedStateMachine):
         max_tokens=st.sampled_from([20, 1, 2, 8, 30]),
         stop=st.sampled_from([False, False, True]),
         min_tokens=st.integers(0, 3),
+        letter=st.sampled_from(["", "", "e", "k"]),
+        on_host=st.sampled_from([False, False, False, True]),
     )
     def add(
         self,
@@ -1116,6 +1511,8 @@ class CoreMachine(RuleBasedStateMachine):
         max_tokens: int,
         stop: bool,
         min_tokens: int,
+        letter: str,
+        on_host: bool,
     ) -> None:
         segments = [*family[:depth], question]
         size = self.rig.config.block_size
@@ -1133,7 +1530,10 @@ class CoreMachine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             stop_token_ids=range(8) if stop else None,
             min_tokens=min(min_tokens, max_tokens),
+            bad_words=["x"] if on_host else None,
         )
+        for choice in choices:
+            choice.text = Letters(letter) if letter else None
         note(f"{choices[0]!r}: {[*map(len, segments)]}, at most {choices[0].max_tokens}")
 
     def _fits(self, lengths: list[int]) -> bool:
@@ -1198,5 +1598,5 @@ class CoreMachine(RuleBasedStateMachine):
         assert self.rig.pool.allocate(self.rig.num_blocks) is not None
 
 
-CoreMachine.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=50)
+CoreMachine.TestCase.settings = settings(deadline=None, max_examples=250, stateful_step_count=50)
 TestCore = CoreMachine.TestCase

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from ..errors import InvalidParamsError, ModelLoadError
+from ..errors import InvalidParamsError, ModelLoadError, OutOfMemoryError
 from .cast import cast
 from .config import ModelConfig
 from .decoder import DecoderModel
@@ -35,6 +35,7 @@ def load_model(
     :param max_model_len: longest sequence in tokens; None takes `config.context_length`.
     :raises InvalidParamsError: if `max_model_len` is beyond what the model supports.
     :raises ModelLoadError: if files are missing, broken, or do not fit the config.
+    :raises OutOfMemoryError: if the device has too little memory for the weights.
     :raises UnsupportedModelError: if the model needs something that we do not implement.
     """
     config = ModelConfig.from_folder(folder)
@@ -46,7 +47,13 @@ def load_model(
         )
     checkpoint = Checkpoint(folder)
     dtype = dtype or config.dtype or checkpoint.dtype
-    model = DecoderModel(config, dtype=dtype, device=device, max_model_len=max_model_len)
+    try:
+        model = DecoderModel(config, dtype=dtype, device=device, max_model_len=max_model_len)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"the weights of {folder} do not fit on {device} as {dtype}: {error}; take a narrower "
+            "dtype or a smaller model"
+        ) from None
     tied = {"lm_head.weight": model.embedding} if config.tie_word_embeddings else {}
     load_weights(checkpoint, model.tensors(), tied)
     return model

@@ -1,0 +1,455 @@
+"""Plans to sampled tokens on a GPU, enqueued ahead of the device.
+
+A step that only decodes is a CUDA graph in which the device feeds itself: it looks up each
+sequence's token, position and blocks, runs the layers, samples, and moves the sequence on. The
+host replays it as often as the plan has steps, and looks at the tokens when they have come back.
+A step with prompts is enqueued kernel by kernel, from arrays that the host lays out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ragserve.kernels import KVLayer, philox
+from ragserve.kernels import triton as ops
+
+from ..config import EngineConfig
+from ..models import DecoderModel
+from ..outputs import TokenLogprob
+from ..request import Request
+from ..sampler import InvalidLogitsError, Sampler, SamplingState
+from ..scheduler import StepPlan, StepResult
+from .batch import MixedBatch, pack_batch, pack_nobody
+from .decoder import GPUDecoder
+from .graphs import DecodeGraphs, batch_sizes
+from .memory import release_memory, tensor_bytes
+from .seats import Seats, samples_on_host
+from .stream import DeviceStream, Staging
+
+__all__ = ["GPURunner"]
+
+_MAX_DECODE_STEPS = 32
+_STAGING_SIZE = 1 << 18
+_WARM_UP_TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048)
+"""Sizes of steps that are run once before any request: cuBLAS has kernels for each range."""
+_INVALID = -2
+"""What the device's sampler gives for logits that nothing can be chosen from."""
+
+
+class GPURunner:
+    """Runs plans over a model on the device. Used by one thread at a time.
+
+    :param model: its weights, on the device.
+    :param config: `max_num_seqs`, `max_num_batched_tokens`, `block_size` and `enforce_eager` count.
+    :ivar num_bytes: memory of its buffers, without weights and KV.
+    """
+
+    depth = 2
+    max_decode_steps = _MAX_DECODE_STEPS
+
+    def __init__(self, model: DecoderModel, stream: DeviceStream, config: EngineConfig) -> None:
+        shape, device, max_num_seqs = model.config, stream.device, config.max_num_seqs
+        self._stream = stream
+        self.pools: list[KVLayer] = []
+        self._block_size = config.block_size
+        self._max_len = model.max_model_len
+        self.decoder = GPUDecoder(
+            model,
+            max_tokens=config.max_num_batched_tokens,
+            max_logits=max_num_seqs,
+            block_size=config.block_size,
+        )
+        self._workspace = ops.sampler_workspace(
+            max_num_seqs, shape.vocab_size, max_num_seqs, _MAX_DECODE_STEPS, device
+        )
+        self._staging = Staging(stream, size=_STAGING_SIZE)
+        self._seats = Seats(
+            max_num_seqs,
+            # Every segment starts a block: of one token each, a sequence has as many.
+            model.max_model_len,
+            self._workspace,
+            self._staging,
+            device,
+        )
+        self._attention = ops.decode_workspace(
+            max_num_seqs,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            num_sms=stream.num_processors,
+            device=device,
+        )
+        self._block_m = ops.prefill_config(shape.head_dim, model.dtype).block_m
+        # What a decode step reads and writes, always at the same place.
+        self._rows = torch.full((max_num_seqs,), max_num_seqs, dtype=torch.int32, device=device)
+        self._positions, self._seq_lens, self._block_counts = torch.zeros(
+            (3, max_num_seqs), dtype=torch.int32, device=device
+        )
+        self._kv_slots = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=device)
+        self._known_rows: list[int] = []
+        self._results = [
+            stream.host_buffer(self._workspace.out_tokens.numel()) for _ in range(self.depth + 1)
+        ]
+        self._num_launched = 0
+        self._sampler = Sampler(shape.vocab_size)
+        self._graphs = DecodeGraphs(self._decode_step, batch_sizes(max_num_seqs), stream)
+        self._use_graphs = stream.is_cuda and not config.enforce_eager
+        self.num_bytes = sum(
+            tensor_bytes(part)
+            for part in (
+                self.decoder,
+                self._workspace,
+                self._seats.state,
+                self._staging,
+                self._attention,
+            )
+        )
+
+    @staticmethod
+    def samples_on_host(request: Request) -> bool:
+        """See `Runner.samples_on_host`."""
+        return samples_on_host(request)
+
+    def close(self) -> None:
+        """Wait for the device, then drop everything that is on it."""
+        stream = self._stream
+        stream.synchronize()
+        self._graphs.clear()
+        # Whatever still refers to this object must not keep the device's memory.
+        self.__dict__.clear()
+        release_memory(stream.device)
+
+    @torch.inference_mode()
+    def prepare(self, pools: list[KVLayer]) -> None:
+        """Take the KV memory; compile and load all that a request may need, and record the
+        decode ops.
+
+        :param pools: of each layer.
+        """
+        self.pools = pools
+        if not self._stream.is_cuda:
+            return  # nothing is compiled for a CPU
+        most = len(self.decoder.hidden)
+        with self._stream.current():
+            for num_tokens in sorted({min(size, most) for size in _WARM_UP_TOKENS} | {most}):
+                self._run_nobody(num_tokens)
+            self._graphs.warm_up()
+            self._stream.synchronize()
+            if self._use_graphs:
+                self._graphs.capture()
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
+        """See `Runner.launch`."""
+        with self._stream.current():
+            self._seats.release(plan.released)
+            if all(chunk.decode and not chunk.request.samples_on_host for chunk in plan.chunks):
+                return self._launch_decode(plan)
+            return self._launch_mixed(plan)
+
+    # -- decode steps -----------------------------------------------------------------------
+
+    def _launch_decode(self, plan: StepPlan) -> Callable[[], StepResult]:
+        seats = self._seats
+        rows = [seats.seat(chunk.request) for chunk in plan.chunks]
+        size = self._graphs.padded(len(rows))
+        seats.set_step(-1)
+        seats.flush()
+        padded = rows + [seats.num_seats] * (size - len(rows))
+        if padded != self._known_rows:
+            self._rows[:size].copy_(self._staging.upload(np.array(padded, dtype=np.int32)))
+            self._known_rows = padded
+        for _ in range(plan.num_steps):
+            self._graphs.run(size)
+        return self._collect(plan, list(range(len(rows))), plan.num_steps)
+
+    def _decode_step(self, size: int) -> None:
+        """One step of `size` rows, all of it on the device."""
+        decoder, state, rows = self.decoder, self._seats.state, self._rows[:size]
+        seq_lens, block_counts = self._seq_lens[:size], self._block_counts[:size]
+        ops.prepare_decode(
+            state,
+            rows,
+            decoder.model.embedding,
+            block_size=self._block_size,
+            positions=self._positions[:size],
+            kv_slots=self._kv_slots[:size],
+            seq_lens=seq_lens,
+            block_counts=block_counts,
+            hidden=decoder.hidden[:size],
+        )
+
+        def attend(layer: int, query: Tensor, out: Tensor) -> None:
+            self._attend_singles(layer, query, out, rows, seq_lens, block_counts)
+
+        decoder.forward(size, self._positions[:size], self._kv_slots[:size], self.pools, attend)
+        self._sample(decoder.compute_logits(size, None, size), rows, seq_lens)
+
+    def _attend_singles(
+        self,
+        layer: int,
+        query: Tensor,
+        out: Tensor,
+        rows: Tensor,
+        seq_lens: Tensor,
+        block_counts: Tensor,
+    ) -> None:
+        config, state = self.decoder.config, self._seats.state
+        ops.paged_decode(
+            query,
+            self.pools[layer],
+            out,
+            rows=rows,
+            seq_lens=seq_lens,
+            block_counts=block_counts,
+            block_tables=state.block_tables,
+            block_starts=state.block_starts,
+            workspace=self._attention,
+            num_splits=ops.choose_splits(
+                len(query), config.num_kv_heads, self._max_len, self._stream.num_processors
+            ),
+            scale=config.attention_scale,
+            window=config.layer_windows[layer],
+        )
+
+    # -- steps with prompts -----------------------------------------------------------------
+
+    def _launch_mixed(self, plan: StepPlan) -> Callable[[], StepResult]:
+        seats, decoder = self._seats, self.decoder
+        config = decoder.config
+        batch = pack_batch(
+            plan.chunks,
+            seats,
+            self._staging,
+            block_size=self._block_size,
+            group=config.num_heads // config.num_kv_heads,
+            block_m=self._block_m,
+        )
+        seats.set_step(0)
+        seats.flush()
+        self._forward(batch)
+        result = StepResult([[] for _ in plan.chunks])
+        self._prompt_logprobs(plan, batch, result)
+        num_rows = len(batch.sampled)
+        if num_rows == 0:
+            return self._nothing_sampled(result)
+        logits = decoder.compute_logits(batch.num_tokens, batch.sampled_tokens, num_rows)
+        self._sample_on_host(plan, batch, logits, result)
+        self._sample(logits, batch.sampled_seats, batch.next_positions)
+        return self._collect(plan, [batch.order[s] for s in batch.sampled], 1, result)
+
+    def _sample(self, logits: Tensor, rows: Tensor, next_positions: Tensor) -> None:
+        state = self._seats.state
+        ops.sample(
+            logits,
+            rows=rows,
+            next_positions=next_positions,
+            seats=state.seats,
+            step=state.step,
+            workspace=self._workspace,
+        )
+
+    def _forward(self, batch: MixedBatch) -> None:
+        decoder, state = self.decoder, self._seats.state
+        config, singles = decoder.config, batch.num_singles
+        ops.embed_step(
+            state.seats,
+            batch.token_ids,
+            decoder.model.embedding,
+            decoder.hidden[: batch.num_tokens],
+        )
+
+        def attend(layer: int, query: Tensor, out: Tensor) -> None:
+            if singles:
+                self._attend_singles(
+                    layer,
+                    query[:singles],
+                    out[:singles],
+                    batch.rows[:singles],
+                    batch.seq_lens[:singles],
+                    batch.block_counts[:singles],
+                )
+            if len(batch.tile_rows):
+                ops.paged_prefill(
+                    query,
+                    self.pools[layer],
+                    out,
+                    rows=batch.rows,
+                    query_starts=batch.query_starts,
+                    seq_lens=batch.seq_lens,
+                    tile_rows=batch.tile_rows,
+                    tile_queries=batch.tile_queries,
+                    tile_ends=batch.tile_ends,
+                    block_tables=state.block_tables,
+                    block_starts=state.block_starts,
+                    scale=config.attention_scale,
+                    window=config.layer_windows[layer],
+                )
+
+        decoder.forward(batch.num_tokens, batch.positions, batch.kv_slots, self.pools, attend)
+
+    def _run_nobody(self, num_tokens: int) -> None:
+        """A step over tokens that belong to nobody and are stored nowhere."""
+        batch = pack_nobody(num_tokens, self._seats.num_seats, self._staging)
+        self._seats.set_step(0)
+        self._seats.flush()
+        self._forward(batch)
+        logits = self.decoder.compute_logits(batch.num_tokens, batch.sampled_tokens, 1)
+        self._sample(logits, batch.sampled_seats, batch.next_positions)
+
+    # -- results ----------------------------------------------------------------------------
+
+    def _collect(
+        self,
+        plan: StepPlan,
+        chunks: list[int],
+        num_steps: int,
+        result: StepResult | None = None,
+    ) -> Callable[[], StepResult]:
+        """Have the sampled tokens sent to the host; say how to get at them.
+
+        :param chunks: of each row of the sampler, the index of its chunk in the plan.
+        """
+        result = result or StepResult([[] for _ in plan.chunks])
+        source = self._workspace.out_tokens[:num_steps]
+        buffer = self._results[self._num_launched % len(self._results)]
+        self._num_launched += 1
+        tokens = buffer[: source.numel()].view(source.shape)
+        tokens.copy_(source, non_blocking=True)
+        logprobs = self._collect_logprobs(plan, chunks, num_steps)
+        mark = self._stream.mark()
+
+        def wait() -> StepResult:
+            mark.wait()
+            columns = tokens.numpy()[:, : len(chunks)].T.tolist()
+            for row, (index, column) in enumerate(zip(chunks, columns, strict=True)):
+                self._take(plan, result, index, row, column)
+            if logprobs is not None:
+                _add_logprobs(plan, chunks, result, *(part.numpy() for part in logprobs))
+            return result
+
+        return wait
+
+    @staticmethod
+    def _take(plan: StepPlan, result: StepResult, index: int, row: int, column: list[int]) -> None:
+        chunk = plan.chunks[index]
+        if index in result.errors or result.sampled[index]:
+            return  # the host's
+        column = column[: chunk.num_samples]
+        if column and column[-1] < 0:
+            end = next(i for i, token in enumerate(column) if token < 0)
+            if column[end] == _INVALID:
+                result.errors[index] = InvalidLogitsError([row])
+            column = column[:end]
+        result.sampled[index] = column
+
+    def _nothing_sampled(self, result: StepResult) -> Callable[[], StepResult]:
+        mark = self._stream.mark()
+
+        def wait() -> StepResult:
+            mark.wait()
+            return result
+
+        return wait
+
+    def _collect_logprobs(
+        self, plan: StepPlan, chunks: list[int], num_steps: int
+    ) -> tuple[Tensor, Tensor] | None:
+        if all(plan.chunks[index].request.params.logprobs is None for index in chunks):
+            return None
+        parts = []
+        for table in (self._workspace.out_logprobs, self._workspace.out_ids):
+            source = table[:num_steps]
+            host = torch.empty(source.shape, dtype=source.dtype, pin_memory=self._stream.is_cuda)
+            parts.append(host.copy_(source, non_blocking=True))
+        return parts[0], parts[1]
+
+    # -- what the host samples itself ---------------------------------------------------------
+
+    def _sample_on_host(
+        self, plan: StepPlan, batch: MixedBatch, logits: Tensor, result: StepResult
+    ) -> None:
+        """Sample for requests whose parameters the device does not know; waits for the logits."""
+        for row, s in enumerate(batch.sampled):
+            index = batch.order[s]
+            request = plan.chunks[index].request
+            if not request.samples_on_host:
+                continue
+            try:
+                (token,) = self._sampler(logits[row : row + 1].float(), [_state_of(request)])
+            except InvalidLogitsError:
+                result.errors[index] = InvalidLogitsError([row])
+                continue
+            result.sampled[index] = [token.token_id]
+            if token.logprob is not None:
+                result.logprobs[index] = [token.logprob]
+
+    def _prompt_logprobs(self, plan: StepPlan, batch: MixedBatch, result: StepResult) -> None:
+        """Log-probabilities of prompt tokens, where asked for; waits for the logits."""
+        offset = 0
+        for index in batch.order:
+            chunk = plan.chunks[index]
+            request, start = chunk.request, offset
+            offset += chunk.num_tokens
+            if request.params.prompt_logprobs is None or request.index > 0 or chunk.decode:
+                continue
+            targets = request.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
+            size = len(self.decoder.logits)
+            values: list[TokenLogprob] = []
+            try:
+                for first in range(0, len(targets), size):
+                    part = targets[first : first + size]
+                    rows = np.arange(start + first, start + first + len(part), dtype=np.int32)
+                    logits = self.decoder.compute_logits(
+                        batch.num_tokens, self._staging.upload(rows), len(part)
+                    )
+                    values += self._sampler.prompt_logprobs(
+                        logits.float(), part, request.params.prompt_logprobs
+                    )
+            except InvalidLogitsError as error:
+                result.errors[index] = error
+                continue
+            result.prompt_logprobs[index] = values
+
+
+def _state_of(request: Request) -> SamplingState:
+    state = request.sampler_state
+    if not isinstance(state, SamplingState):
+        state = request.sampler_state = SamplingState(
+            params=request.params,
+            seed=philox.derive_seed(request.seed, request.index),
+            prompt_token_ids=request.prompt_token_ids,
+            output_token_ids=request.output_token_ids,
+            eos_token_ids=request.eos_token_ids,
+            bad_word_ids=request.bad_word_ids,
+        )
+    return state
+
+
+def _add_logprobs(
+    plan: StepPlan,
+    chunks: list[int],
+    result: StepResult,
+    logprobs: NDArray[np.float32],
+    ids: NDArray[np.int32],
+) -> None:
+    """The log-probabilities of the sampled tokens, from what the device wrote.
+
+    :param logprobs: [steps, rows, 1 + n]: of the token, then of the likeliest n.
+    :param ids: [steps, rows, 1 + n]: the token's rank, then the likeliest n.
+    """
+    for row, index in enumerate(chunks):
+        width = plan.chunks[index].request.params.logprobs
+        if width is None or index in result.logprobs:
+            continue
+        values = []
+        for step, token in enumerate(result.sampled[index]):
+            numbers, names = logprobs[step, row].tolist(), ids[step, row].tolist()
+            top = [pair for pair in zip(names[1:], numbers[1:], strict=True) if pair[0] >= 0]
+            values.append(TokenLogprob(token, numbers[0], names[0], tuple(top[:width])))
+        result.logprobs[index] = values

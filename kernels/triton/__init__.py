@@ -1,0 +1,63 @@
+"""Triton kernels: what a GPU runs. A face of its own, imported only when there is one.
+
+As in `ragserve.kernels`, tensors in, tensors out; but outputs are given, nothing is allocated and
+nothing waits for the device, so that a CUDA graph can record any of it.
+"""
+
+from .attention import (
+    DecodeWorkspace,
+    choose_splits,
+    decode_workspace,
+    paged_decode,
+    paged_prefill,
+    prefill_config,
+    prefill_tiles,
+)
+from .layers import add_rms_norm, rms_norm, rope_and_store, silu_and_mul
+from .linear import GEMV_ROWS, gemv, gemv_silu, linear
+from .sampling import PROMPT_BIT, SamplerWorkspace, sample, sampler_workspace
+from .steps import (
+    MAX_STOPS,
+    SeatState,
+    embed_step,
+    pack_segments,
+    prepare_decode,
+    scatter,
+    seat_line,
+    seat_state,
+)
+
+__all__ = [
+    # products
+    "GEMV_ROWS",
+    "gemv",
+    "gemv_silu",
+    "linear",
+    # between them
+    "add_rms_norm",
+    "rms_norm",
+    "rope_and_store",
+    "silu_and_mul",
+    # attention
+    "DecodeWorkspace",
+    "choose_splits",
+    "decode_workspace",
+    "paged_decode",
+    "paged_prefill",
+    "prefill_config",
+    "prefill_tiles",
+    # sampling
+    "PROMPT_BIT",
+    "SamplerWorkspace",
+    "sample",
+    "sampler_workspace",
+    # seats
+    "MAX_STOPS",
+    "SeatState",
+    "embed_step",
+    "pack_segments",
+    "prepare_decode",
+    "scatter",
+    "seat_line",
+    "seat_state",
+]

@@ -1,0 +1,355 @@
+"""The GPU runner under the whole scheduler: a GPU's, or on a CPU Triton's interpreter.
+
+The KV memory starts out as NaN, so that reading a slot which no token was written to would show.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ragserve.engine import InvalidParamsError, OutOfMemoryError, SamplingParams
+from ragserve.engine.backend import make_backend
+from ragserve.engine.block_pool import BlockPool
+from ragserve.engine.config import EngineConfig
+from ragserve.engine.core import EngineCore
+from ragserve.engine.gpu import build_gpu
+from ragserve.engine.models import load_model
+from ragserve.engine.outputs import TokenLogprob
+from ragserve.engine.prompt import Retention, TokenizedPrompt
+from ragserve.engine.request import Request
+from ragserve.engine.runner import ModelRunner
+
+pytestmark = pytest.mark.triton
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ON_GPU = DEVICE.type == "cuda"
+# The interpreter takes its time: there, a window, a norm of heads, and tied weights.
+FAMILIES = ("mistral", "qwen3", "smollm2", *(("llama", "llama3", "qwen2") if ON_GPU else ()))
+SMALL = {"num_hidden_layers": 2, "max_position_embeddings": 256}
+VOCAB_SIZE = 384
+NUM_TOKENS = 7
+
+Oracle = Callable[..., list[int]]
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    ids: list[int] = torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
+    return ids
+
+
+@dataclass
+class Answer:
+    """What became of one choice of a request."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    error: Exception | None = None
+
+
+class Rig:
+    """An engine core over a tiny model, stepped by the test.
+
+    :param on_cpu: run the CPU's runner instead, on torch's operations.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_blocks: int = 64,
+        on_cpu: bool = False,
+        dtype: torch.dtype = torch.float32,
+        steps: int | None = None,
+        **knobs: Any,
+    ) -> None:
+        options = {"max_num_seqs": 4, "max_num_batched_tokens": 48, "watermark": 0.0, **knobs}
+        device = torch.device("cpu") if on_cpu else DEVICE
+        model = load_model(folder, dtype=dtype, device=device)
+        shape = model.config
+        size = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+        self.config = EngineConfig(**options)
+        self.config = EngineConfig(
+            **options, kv_cache_bytes=num_blocks * size * self.config.block_size
+        )
+        runner: Any
+        if on_cpu:
+            backend = make_backend(
+                model, None, num_blocks=num_blocks, block_size=self.config.block_size
+            )
+            runner = ModelRunner(backend, num_threads=1)
+        else:
+            runner, built, num_bytes = build_gpu(model, self.config)
+            assert built == num_blocks
+            assert num_bytes == self.config.kv_cache_bytes
+            for pool in runner.pools:
+                pool.keys.fill_(float("nan"))
+                pool.values.fill_(float("nan"))
+            if steps is not None:
+                runner.max_decode_steps = steps
+        self.core = EngineCore(self.config, BlockPool(num_blocks), runner)
+        self._count = 0
+
+    def add(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        segments: Sequence[int] | None = None,
+        **options: Any,
+    ) -> list[Answer]:
+        """Queue a request; one answer per choice."""
+        params = params or SamplingParams.greedy(ignore_eos=True)
+        lengths = tuple(segments or (len(token_ids),))
+        prompt = TokenizedPrompt(list(token_ids), lengths, (Retention.ANSWER,) * len(lengths))
+        self._count += 1
+        answers: list[Answer] = []
+        for index in range(params.n):
+            request = Request(
+                f"request {self._count}",
+                prompt,
+                params,
+                block_size=self.config.block_size,
+                max_tokens=params.max_tokens or NUM_TOKENS,
+                eos_token_ids=frozenset((1,)),
+                seed=params.seed or 0,
+                index=index,
+                leader=answers[0].request if answers else None,
+                **options,
+            )
+            answers.append(Answer(request))
+        for answer in answers:
+            self.core.add(answer.request)
+        return answers
+
+    def step(self, answers: Iterable[Answer]) -> None:
+        """One step; what it gave goes to the answers."""
+        by_request = {id(answer.request): answer for answer in answers}
+        for update in self.core.step():
+            answer = by_request[id(update.request)]
+            answer.token_ids.extend(update.delta.token_ids)
+            answer.logprobs.extend(update.delta.logprobs or ())
+            answer.error = answer.error or update.error
+
+    def finish(self, answers: list[Answer]) -> list[list[int]]:
+        """Step until all have ended; all memory must be accounted for then."""
+        for _ in range(2000):
+            if not self.core.scheduler.has_requests:
+                break
+            self.step(answers)
+        self.core.check_integrity()
+        statistics = self.core.pool.statistics()
+        assert statistics.free + statistics.cached == statistics.total
+        return [answer.token_ids for answer in answers]
+
+    def generate(
+        self, token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
+    ) -> list[list[int]]:
+        """One request, alone; the tokens of each choice."""
+        return self.finish(self.add(token_ids, params, **options))
+
+
+@pytest.fixture(scope="module")
+def oracle(hf_greedy: Oracle) -> Oracle:
+    """`oracle(folder, token_ids, num_tokens=NUM_TOKENS)`: transformers' answer, computed once."""
+    known: dict[tuple[Path, tuple[int, ...]], list[int]] = {}
+
+    def ask(folder: Path, token_ids: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+        key = folder, tuple(token_ids)
+        if len(known.get(key, ())) < num_tokens:
+            known[key] = hf_greedy(folder, token_ids, num_tokens)
+        return known[key][:num_tokens]
+
+    return ask
+
+
+@pytest.fixture
+def llama(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llama", **SMALL)
+
+
+# -- exactness ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_transformers(
+    family: str, tiny_model: Callable[..., Path], oracle: Oracle
+) -> None:
+    """Prompts in chunks beside decodes, arrivals apart, holes, then all of it from the cache."""
+    folder = tiny_model(family, **SMALL)
+    rig = Rig(folder, steps=3)
+    prompts = [make_prompt(length) for length in (3, 37, 58)]
+    cuts = [None, (20, 17), (1, 16, 30, 11)]
+    expected = [oracle(folder, token_ids) for token_ids in prompts]
+    for warm in (False, True):
+        answers: list[Answer] = []
+        for token_ids, segments in zip(prompts, cuts, strict=True):
+            answers += rig.add(token_ids, segments=segments)
+            rig.step(answers)
+        assert rig.finish(answers) == expected
+        cached = [answer.request.timeline.cached_tokens for answer in answers]
+        assert cached == ([0, 36, 47] if warm else [0, 0, 0])
+
+
+@pytest.mark.parametrize("block_size", [32, 64])
+def test_other_block_sizes(llama: Path, oracle: Oracle, block_size: int) -> None:
+    rig = Rig(llama, block_size=block_size, num_blocks=8)
+    prompts = [make_prompt(length) for length in (5, 64, 70)]
+    answers = [answer for token_ids in prompts for answer in rig.add(token_ids)]
+    assert rig.finish(answers) == [oracle(llama, token_ids) for token_ids in prompts]
+
+
+def test_preempted(llama: Path, oracle: Oracle) -> None:
+    rig = Rig(llama, num_blocks=16, max_num_seqs=3, max_num_batched_tokens=256, steps=4)
+    params = SamplingParams.greedy(ignore_eos=True, max_tokens=24)
+    prompts = [make_prompt(length) for length in (78, 79, 80)]
+    answers = [answer for ids in prompts for answer in rig.add(ids, params)]
+    assert rig.finish(answers) == [oracle(llama, token_ids, 24) for token_ids in prompts]
+    assert rig.core.scheduler.num_preemptions > 0
+
+
+def test_choices_of_one_prompt_share_it_and_differ(llama: Path) -> None:
+    params = SamplingParams(n=3, seed=5, max_tokens=6, ignore_eos=True)
+    token_ids = make_prompt(33)
+    alone = Rig(llama, on_cpu=True).generate(token_ids, params)
+    assert Rig(llama, steps=3).generate(token_ids, params) == alone
+    assert len({tuple(ids) for ids in alone}) == 3
+
+
+# -- sampling ----------------------------------------------------------------------------------
+
+SAMPLINGS = {
+    "temperature": SamplingParams(temperature=0.8, seed=1),
+    "top_k": SamplingParams(top_k=5, seed=2),
+    "top_p": SamplingParams(top_p=0.7, seed=3),
+    "min_p": SamplingParams(min_p=0.2, temperature=1.5, seed=4),
+    "all filters": SamplingParams(top_k=20, top_p=0.9, min_p=0.02, temperature=1.3, seed=5),
+    "repetition": SamplingParams.greedy(repetition_penalty=1.7),
+    "presence and frequency": SamplingParams.greedy(presence_penalty=1.1, frequency_penalty=0.4),
+    "bias": SamplingParams.greedy(logit_bias={7: 4.0, 9: -30.0}),
+    "allowed": SamplingParams(allowed_token_ids=[5, 6, 70, 71], seed=6),
+    "logprobs": SamplingParams(seed=7, logprobs=4),
+    "prompt_logprobs": SamplingParams.greedy(prompt_logprobs=2, logprobs=0),
+    "min_tokens": SamplingParams.greedy(min_tokens=5, stop_token_ids=list(range(4, 11))),
+    "min_tokens, many stops": SamplingParams.greedy(min_tokens=3, stop_token_ids=range(4, 60)),
+}
+
+
+@pytest.fixture(scope="module")
+def answered(tiny_model: Callable[..., Path]) -> tuple[list[Answer], list[Answer]]:
+    """All of `SAMPLINGS` by the CPU's sampler, and by the device's, in mixed batches."""
+    folder = tiny_model("llama", **SMALL)
+    lists: list[list[Answer]] = []
+    for on_cpu in (True, False):
+        rig = Rig(folder, on_cpu=on_cpu, max_num_seqs=8, steps=4)
+        answers = [
+            answer
+            for index, params in enumerate(SAMPLINGS.values())
+            for answer in rig.add(make_prompt(20 + index), params)
+        ]
+        answers += rig.add(
+            make_prompt(11),
+            SamplingParams.greedy(),
+            bad_word_ids=((5,), (answers[0].request.prompt_token_ids[0], 6), (7, 8, 9)),
+        )
+        rig.finish(answers)
+        lists.append(answers)
+    return lists[0], lists[1]
+
+
+@pytest.mark.parametrize("index", range(len(SAMPLINGS) + 1), ids=[*SAMPLINGS, "bad words"])
+def test_samples_like_the_cpu(answered: tuple[list[Answer], list[Answer]], index: int) -> None:
+    expected, answer = answered[0][index], answered[1][index]
+    assert answer.token_ids == expected.token_ids
+    assert answer.request.finish_reason == expected.request.finish_reason
+    assert len(answer.logprobs) == len(expected.logprobs)
+    pairs = list(zip(answer.logprobs, expected.logprobs, strict=True))
+    prompts = answer.request.prompt_logprobs, expected.request.prompt_logprobs
+    pairs += list(zip(*prompts, strict=True))
+    for one, other in pairs:
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+        assert [i for i, _ in one.top] == [i for i, _ in other.top]
+        assert [p for _, p in one.top] == pytest.approx([p for _, p in other.top], abs=1e-4)
+
+
+def test_stops_in_the_middle_of_several_steps(llama: Path, oracle: Oracle) -> None:
+    rig = Rig(llama, steps=8)
+    rig.core.config = rig.config
+    for length in (9, 20):
+        token_ids = make_prompt(length)
+        expected = oracle(llama, token_ids)
+        stop = expected[4]
+        cut = expected[: expected.index(stop) + 1]
+        params = SamplingParams.greedy(stop_token_ids=[stop], ignore_eos=True)
+        answers = rig.add(token_ids, params) + rig.add(token_ids)
+        assert rig.finish(answers) == [cut, expected]
+        assert answers[0].request.finish_reason == "stop"
+
+
+def test_broken_weights_end_the_request_and_say_so(tiny_model: Callable[..., Path]) -> None:
+    rig = Rig(tiny_model("llama", **SMALL))
+    rig.core.runner.decoder.model.lm_head.fill_(float("nan"))
+    (answer,) = rig.add(make_prompt(9))
+    rig.finish([answer])
+    assert answer.request.finish_reason == "error"
+    assert "NaN" in str(answer.error)
+
+
+# -- all at once -------------------------------------------------------------------------------
+
+
+def test_random_requests_and_cancels(llama: Path, oracle: Oracle) -> None:
+    rig = Rig(llama, num_blocks=16, steps=3)
+    generator = random.Random(0)
+    answers: list[Answer] = []
+    gone: list[Answer] = []
+    for _ in range(200 if ON_GPU else 12):
+        length = generator.choice((1, 15, 16, 31, 50))
+        max_tokens = generator.randint(1, 8)
+        params = SamplingParams.greedy(max_tokens=max_tokens, ignore_eos=True)
+        answers += rig.add(make_prompt(length, seed=generator.randrange(2)), params)
+        rig.step(answers)
+        if generator.random() < 0.3:
+            victim = generator.choice(answers)
+            if rig.core.abort(victim.request) is not None:
+                gone.append(victim)
+    rig.finish(answers)
+    for answer in answers:
+        request = answer.request
+        expected = oracle(llama, request.prompt_token_ids, 8)[: request.max_tokens]
+        if answer in gone:
+            assert answer.token_ids == expected[: len(answer.token_ids)]
+        else:
+            assert answer.token_ids == expected
+
+
+def test_a_closed_runner_holds_nothing(llama: Path) -> None:
+    rig = Rig(llama)
+    rig.generate(make_prompt(5))
+    rig.core.close()
+    assert not hasattr(rig.core.runner, "pools")
+
+
+@pytest.mark.parametrize("block_size", [1, 8, 24])
+def test_block_sizes_without_a_kernel_are_refused(llama: Path, block_size: int) -> None:
+    model = load_model(llama, dtype=torch.float32, device=DEVICE)
+    with pytest.raises(InvalidParamsError, match=r"block_size=.*one of 16, 32"):
+        build_gpu(model, EngineConfig(block_size=block_size))
+
+
+def test_a_pool_too_small_for_one_sequence_is_refused(llama: Path) -> None:
+    model = load_model(llama, dtype=torch.float32, device=DEVICE)
+    with pytest.raises(OutOfMemoryError, match="max_model_len=256 needs 16") as caught:
+        build_gpu(model, EngineConfig(kv_cache_bytes=100_000, max_num_batched_tokens=64))
+    assert "lower max_model_len to " in str(caught.value)
