@@ -69,6 +69,8 @@ CASES: tuple[Case, ...] = (
     Decode(64, (520,) * 8),
     Decode(128, (1152,)),
     Decode(32, (3136,)),
+    Decode(8, (3000,)),
+    Decode(2, (3000,)),
     Decode(1, (3000,)),
     Decode(1, (32768,)),
     Prefill((1024,)),
@@ -80,45 +82,45 @@ TINY: tuple[Case, ...] = (Decode(2, (40, 30)), Decode(1, (600,)), Prefill((40, 2
 
 _DEFAULT = attention.decode_config(1 << 30, HEAD_DIM, torch.bfloat16)
 _FEW = attention.decode_config(1, HEAD_DIM, torch.bfloat16)
+_SMALL = replace(_DEFAULT, block_n=32, num_stages=4)
 _DEEP = replace(_DEFAULT, num_stages=4, programs_per_sm=2)
-_WARPS = replace(_DEFAULT, num_warps=4)
 
 # Splits: None for what `choose_splits` says.
 MANY_DECODES: tuple[tuple[attention.DecodeConfig, int | None], ...] = (
     (_DEFAULT, None),
     (_DEFAULT, 1),
-    (_DEFAULT, 2),
-    (_DEFAULT, 3),
-    (_DEFAULT, 4),
-    (replace(_DEFAULT, fused=False), None),
-    (replace(_DEFAULT, fused=False), 2),
-    (_DEEP, None),
-    (_DEEP, 2),
-    (_WARPS, None),
-    (_WARPS, 2),
+    (_DEFAULT, 8),
+    (_DEEP, 1),
+    (_DEEP, 4),
+    (_SMALL, 1),
+    (_SMALL, 3),
+    (replace(_SMALL, num_warps=1), 2),
+    (replace(_SMALL, num_stages=6), 2),
+    (replace(_DEFAULT, num_warps=1), 2),
+    (replace(_DEFAULT, block_n=128), 2),
     (_FEW, None),
+    (replace(_FEW, fused=True), None),
 )
 FEW_DECODES: tuple[tuple[attention.DecodeConfig, int | None], ...] = (
     (_FEW, None),
-    (replace(_FEW, fused=False), None),
-    (_FEW, 16),
     (_FEW, 33),
-    (replace(_FEW, fused=False), 33),
+    (_FEW, 48),
     (_FEW, 66),
-    (replace(_FEW, fused=False), 66),
-    (replace(_WARPS, split_tokens=64), 33),
-    (replace(_WARPS, split_tokens=64), 66),
-    (replace(_WARPS, split_tokens=64, fused=False), 66),
-    (replace(_DEFAULT, split_tokens=128, fused=False), 66),
-    (replace(_DEFAULT, split_tokens=128, fused=False), 128),
+    (_FEW, 96),
+    (_FEW, 132),
+    (replace(_FEW, num_stages=4), 66),
+    (replace(_FEW, num_stages=2), 96),
+    (replace(_FEW, block_n=32, split_tokens=32), 96),
+    (replace(_FEW, num_warps=2), 132),
+    (replace(_FEW, num_warps=8), 66),
 )
 PREFILLS = (
     attention.prefill_config(HEAD_DIM, torch.bfloat16),
     attention.PrefillConfig(block_m=128, block_n=128, num_warps=8, num_stages=2),
-    attention.PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2),
-    attention.PrefillConfig(block_m=128, block_n=32, num_warps=8, num_stages=3),
-    attention.PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=2),
-    attention.PrefillConfig(block_m=64, block_n=128, num_warps=4, num_stages=2),
+    attention.PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=4),
+    attention.PrefillConfig(block_m=128, block_n=64, num_warps=4, num_stages=3),
+    attention.PrefillConfig(block_m=64, block_n=64, num_warps=4, num_stages=3),
+    attention.PrefillConfig(block_m=256, block_n=64, num_warps=16, num_stages=3),
 )
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ragserve.kernels.paging import KVLayer
 from ragserve.kernels.triton import layers
-from ragserve.kernels.triton.linear import GemvConfig, gemv, gemv_config, gemv_silu
+from ragserve.kernels.triton.linear import GEMV_ROWS, GemvConfig, gemv, gemv_config, gemv_silu
 
 EPS = 1e-6
 COLD_BYTES = 160_000_000  # several times the L2 cache

@@ -173,7 +173,7 @@ class GPUDecoder:
         """[T, num_heads, head_dim] view of the queries in [T, at least that many columns]."""
         config = self.config
         width = config.num_heads * config.head_dim
-        return x[:, :width].unflatten(1, (config.num_heads, config.head_dim))
+        return x[:, :width].view(len(x), config.num_heads, config.head_dim)
 
     def _rope_and_store(
         self, index: int, qkv: Tensor, positions: Tensor, kv_slots: Tensor, pools: list[KVLayer]

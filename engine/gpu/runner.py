@@ -84,7 +84,9 @@ class GPURunner:
             num_sms=stream.num_processors,
             device=device,
         )
-        self._block_m = ops.prefill_config(shape.head_dim, model.dtype).block_m
+        self._prefill = ops.prefill_config(
+            shape.head_dim, model.dtype, shared_memory=stream.shared_memory
+        )
         # What a decode step reads and writes, always at the same place.
         self._rows = torch.full((max_num_seqs,), max_num_seqs, dtype=torch.int32, device=device)
         self._positions, self._seq_lens, self._block_counts = torch.zeros(
@@ -199,7 +201,10 @@ class GPURunner:
         seq_lens: Tensor,
         block_counts: Tensor,
     ) -> None:
-        config, state = self.decoder.config, self._seats.state
+        shape, state = self.decoder.config, self._seats.state
+        config = ops.decode_config(
+            len(query) * shape.num_kv_heads, shape.head_dim, self.decoder.model.dtype
+        )
         ops.paged_decode(
             query,
             self.pools[layer],
@@ -211,10 +216,15 @@ class GPURunner:
             block_starts=state.block_starts,
             workspace=self._attention,
             num_splits=ops.choose_splits(
-                len(query), config.num_kv_heads, self._max_len, self._stream.num_processors
+                len(query),
+                shape.num_kv_heads,
+                self._max_len,
+                self._stream.num_processors,
+                config=config,
             ),
-            scale=config.attention_scale,
-            window=config.layer_windows[layer],
+            scale=shape.attention_scale,
+            window=shape.layer_windows[layer],
+            config=config,
         )
 
     # -- steps with prompts -----------------------------------------------------------------
@@ -228,7 +238,7 @@ class GPURunner:
             self._staging,
             block_size=self._block_size,
             group=config.num_heads // config.num_kv_heads,
-            block_m=self._block_m,
+            block_m=self._prefill.block_m,
         )
         seats.set_step(0)
         seats.flush()
@@ -288,6 +298,7 @@ class GPURunner:
                     block_tables=state.block_tables,
                     block_starts=state.block_starts,
                     scale=config.attention_scale,
+                    config=self._prefill,
                     window=config.layer_windows[layer],
                 )
 

@@ -54,6 +54,14 @@ class DeviceStream:
             return 4
         return int(torch.cuda.get_device_properties(self.device).multi_processor_count)
 
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of on-chip memory that one program can have."""
+        if self._stream is None:
+            return 227 << 10
+        properties = torch.cuda.get_device_properties(self.device)
+        return int(properties.shared_memory_per_block_optin)
+
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Work enqueued by this thread in the block goes to this stream."""

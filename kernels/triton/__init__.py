@@ -7,6 +7,7 @@ nothing waits for the device, so that a CUDA graph can record any of it.
 from .attention import (
     DecodeWorkspace,
     choose_splits,
+    decode_config,
     decode_workspace,
     paged_decode,
     paged_prefill,
@@ -41,6 +42,7 @@ __all__ = [
     # attention
     "DecodeWorkspace",
     "choose_splits",
+    "decode_config",
     "decode_workspace",
     "paged_decode",
     "paged_prefill",

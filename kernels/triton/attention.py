@@ -47,6 +47,8 @@ _LOG2_E = 1 / math.log(2)
 _SPLIT_TOKENS = 256
 """Fewest keys worth a program of their own: fewer cost more in the merge than they save."""
 
+_HOPPER_SHARED_MEMORY = 227 << 10
+
 _MAX_PROGRAMS_PER_SM = 8
 """Splitting stops at this many decode programs per multiprocessor; it bounds the workspace."""
 
@@ -99,19 +101,26 @@ def decode_config(programs: int, head_dim: int, dtype: torch.dtype) -> DecodeCon
     if row > 256:
         return DecodeConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=3)
     if programs <= 16:
-        # Few programs must each keep more bytes in flight.
-        return DecodeConfig(
-            block_n=128, num_warps=4, num_stages=3, programs_per_sm=1, split_tokens=128
-        )
+        # Many splits of few sequences: their merge is work enough for programs of its own.
+        return DecodeConfig(block_n=64, num_warps=4, num_stages=3, split_tokens=64, fused=False)
     return DecodeConfig(block_n=64, num_warps=2, num_stages=3, programs_per_sm=3)
 
 
-def prefill_config(head_dim: int, dtype: torch.dtype) -> PrefillConfig:
-    """The default for prompts; float32 products do not use tensor cores and need small tiles."""
+def prefill_config(
+    head_dim: int, dtype: torch.dtype, *, shared_memory: int = _HOPPER_SHARED_MEMORY
+) -> PrefillConfig:
+    """The default for prompts; float32 products do not use tensor cores and need small tiles.
+
+    :param shared_memory: bytes that a program of the device can have.
+    """
     if dtype.itemsize > 2:
         if head_dim > 128:
             return PrefillConfig(block_m=16, block_n=16, num_warps=4, num_stages=2)
         return PrefillConfig(block_m=32, block_n=32, num_warps=8, num_stages=2)
+    if shared_memory < _HOPPER_SHARED_MEMORY // 2:  # of a consumer's GPU: 99 KiB
+        if head_dim > 128:
+            return PrefillConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
+        return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
     if head_dim > 128:
         return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)
     return PrefillConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
