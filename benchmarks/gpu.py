@@ -47,8 +47,12 @@ from gpu_report import Results, read_records, section, short, write_section  # n
 from gpu_stages import GROUPS, STAGES, Bench  # noqa: E402
 
 DEFAULT = "ceilings,kernels,check,w1,w1-small,w2,w2-off,w3,w3-small,w4,host,consumers,memory"
-CHECKS = {"kernels": "tests/test_triton_*.py", "engine": "tests/test_gpu.py"}
-"""Test files of the stage `check`, in parts that run apart."""
+CHECKS = {
+    "kernels and engine": ("test_triton_*.py", "test_gpu.py", "test_gpu_runner.py"),
+    "memory": ("test_gpu_memory.py",),
+}
+"""Test files of the stage `check`, in parts that run apart: the first in parallel, for most of it
+is compiling, and on the CPU; the other has to be alone on the device."""
 CHECK_SECONDS = 150.0
 
 PEERS: dict[str, tuple[str, float]] = {
@@ -292,15 +296,13 @@ class Run:
 
     def _check(self, stage: str, deadline: float) -> None:
         started, ok = time.monotonic(), True
-        for name, pattern in CHECKS.items():
-            files = sorted(str(path) for path in HERE.parent.glob(pattern))
-            if not files:
-                continue
+        for name, patterns in CHECKS.items():
+            tests = HERE.parent / "tests"
+            files = [str(path) for pattern in patterns for path in sorted(tests.glob(pattern))]
             command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-rfE"]
             command += ["-W", "default", "--tb", "short"]
-            # Compiling is most of it, and on the CPU; the engine's tests count device memory.
-            if name == "kernels" and importlib.util.find_spec("xdist") is not None:
-                command += ["-n", str(min(8, os.cpu_count() or 1))]
+            if len(files) > 1 and importlib.util.find_spec("xdist") is not None:
+                command += ["-n", str(min(14, os.cpu_count() or 1))]
             lines = self._lines_of([*command, *files], "check.log", deadline)
             result = parse_pytest(lines)
             ok = ok and set(result["counts"]) <= {"passed", "skipped", "warnings", "warning"}

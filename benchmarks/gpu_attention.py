@@ -67,10 +67,10 @@ Case = Decode | Prefill
 CASES: tuple[Case, ...] = (
     Decode(64, (4096,)),
     Decode(64, (520,) * 8),
+    Decode(64, (1152,)),
     Decode(128, (1152,)),
     Decode(32, (3136,)),
     Decode(8, (3000,)),
-    Decode(2, (3000,)),
     Decode(1, (3000,)),
     Decode(1, (32768,)),
     Prefill((1024,)),
@@ -82,37 +82,37 @@ TINY: tuple[Case, ...] = (Decode(2, (40, 30)), Decode(1, (600,)), Prefill((40, 2
 
 _DEFAULT = attention.decode_config(1 << 30, HEAD_DIM, torch.bfloat16)
 _FEW = attention.decode_config(1, HEAD_DIM, torch.bfloat16)
-_SMALL = replace(_DEFAULT, block_n=32, num_stages=4)
-_DEEP = replace(_DEFAULT, num_stages=4, programs_per_sm=2)
+_ONE_WARP = replace(_DEFAULT, num_warps=1)
+_WIDE = replace(_DEFAULT, block_n=64, num_stages=3)
 
 # Splits: None for what `choose_splits` says.
 MANY_DECODES: tuple[tuple[attention.DecodeConfig, int | None], ...] = (
     (_DEFAULT, None),
     (_DEFAULT, 1),
-    (_DEFAULT, 8),
-    (_DEEP, 1),
-    (_DEEP, 4),
-    (_SMALL, 1),
-    (_SMALL, 3),
-    (replace(_SMALL, num_warps=1), 2),
-    (replace(_SMALL, num_stages=6), 2),
-    (replace(_DEFAULT, num_warps=1), 2),
-    (replace(_DEFAULT, block_n=128), 2),
-    (_FEW, None),
-    (replace(_FEW, fused=True), None),
+    (_DEFAULT, 2),
+    (_DEFAULT, 3),
+    (_ONE_WARP, 1),
+    (_ONE_WARP, 2),
+    (_ONE_WARP, 3),
+    (replace(_ONE_WARP, num_stages=5), 2),
+    (replace(_DEFAULT, num_stages=3), 1),
+    (replace(_DEFAULT, num_stages=3), 2),
+    (replace(_DEFAULT, num_stages=5), 2),
+    (replace(_DEFAULT, block_n=16, num_warps=1, num_stages=6), 2),
+    (_WIDE, 1),
+    (_WIDE, 2),
 )
 FEW_DECODES: tuple[tuple[attention.DecodeConfig, int | None], ...] = (
     (_FEW, None),
-    (_FEW, 33),
-    (_FEW, 48),
     (_FEW, 66),
-    (_FEW, 96),
+    (_FEW, 99),
     (_FEW, 132),
-    (replace(_FEW, num_stages=4), 66),
-    (replace(_FEW, num_stages=2), 96),
-    (replace(_FEW, block_n=32, split_tokens=32), 96),
+    (replace(_FEW, num_stages=3), 66),
+    (replace(_FEW, block_n=128), 33),
+    (replace(_FEW, block_n=128), 66),
     (replace(_FEW, num_warps=2), 132),
-    (replace(_FEW, num_warps=8), 66),
+    (replace(_FEW, num_warps=2), 198),
+    (replace(_FEW, block_n=32, num_warps=2), 198),
 )
 PREFILLS = (
     attention.prefill_config(HEAD_DIM, torch.bfloat16),
@@ -390,7 +390,7 @@ def measure(
     rows = []
     for case in cases:
         if isinstance(case, Decode):
-            made = bench.decode(case, FEW_DECODES if case.batch < 8 else MANY_DECODES)
+            made = bench.decode(case, FEW_DECODES if case.batch <= 16 else MANY_DECODES)
         else:
             made = bench.prefill(case, PREFILLS)
         while True:

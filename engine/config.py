@@ -16,7 +16,6 @@ DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 _GPU_DEFAULTS: dict[str, Any] = {
     "max_num_seqs": 128,
     "max_num_batched_tokens": 8192,
-    "max_num_prefill_tokens": 2048,
 }
 """A GPU computes a prompt's tokens a hundred times as fast as a CPU, and wants more at a time."""
 
@@ -52,9 +51,10 @@ class EngineConfig:
     max_num_batched_tokens: int = 384
     """Most tokens computed in one step, prompts and answers together. Streams get their next
     token once a step, so this bounds how long arriving prompts make them wait."""
-    max_num_prefill_tokens: int | None = None
-    """Most prompt tokens computed in a step in which answers go on too: bounds the wait of streams
-    more tightly, without making smaller the steps in which nobody waits. None is no such limit."""
+    max_num_mixed_tokens: int | None = None
+    """Most tokens computed in a step with prompts in which answers go on too: bounds the wait of
+    streams more tightly, without making smaller the steps in which nobody waits. None on a GPU is
+    as many as it computes in 40 ms, measured at open; on a CPU it is no such limit."""
     multi_step_seconds: float = 0.010
     """Most seconds of decode steps that a device takes between two touches of the host, while
     nothing but answers is to be computed: tokens arrive in groups of as many steps. 0 is one step
@@ -107,7 +107,7 @@ class EngineConfig:
         for name, low in (
             ("max_model_len", 2),
             ("kv_cache_bytes", 1),
-            ("max_num_prefill_tokens", 1),
+            ("max_num_mixed_tokens", 1),
             ("long_prefill_token_threshold", 1),
             ("max_queued_tokens", 1),
             ("num_threads", 1),
@@ -141,8 +141,7 @@ class EngineConfig:
     def for_device(cls, **knobs: Any) -> EngineConfig:
         """With the defaults of the device named among `knobs`.
 
-        On a GPU: 128 sequences, 8192 tokens in a step, of which 2048 may be prompts' while
-        answers go on.
+        On a GPU: 128 sequences and 8192 tokens in a step.
 
         :raises InvalidParamsError: for a knob that does not exist, or a value outside its range.
         """

@@ -149,7 +149,11 @@ class Engine:
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
         self._loaded = loaded
-        self.config = replace(config, max_model_len=loaded.max_model_len)
+        self.config = replace(
+            config,
+            max_model_len=loaded.max_model_len,
+            max_num_mixed_tokens=config.max_num_mixed_tokens or loaded.max_num_mixed_tokens,
+        )
         self._core = EngineCore(
             self.config,
             BlockPool(loaded.num_blocks, enable_prefix_caching=config.enable_prefix_caching),

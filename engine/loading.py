@@ -37,6 +37,8 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     num_blocks: int
+    max_num_mixed_tokens: int | None = None
+    """Default of the knob, if the model's speed on its device decides it."""
     weight_bytes: int = 0
     kv_bytes: int = 0
     dtype: str = ""
@@ -121,7 +123,7 @@ def build(
     :raises OutOfMemoryError: if the KV pool does not fit.
     """
     runner: Runner
-    weight_bytes, num_threads = model.num_bytes, 1
+    weight_bytes, num_threads, max_num_mixed_tokens = model.num_bytes, 1, None
     with _timed(seconds, "backend"):
         if model.device.type == "cpu":
             runner, num_blocks, kv_bytes, num_threads = _build_cpu(model, config)
@@ -129,6 +131,7 @@ def build(
             from .gpu import build_gpu
 
             runner, num_blocks, kv_bytes = build_gpu(model, config)
+            max_num_mixed_tokens = runner.num_mixed_tokens
     return LoadedModel(
         name=name,
         runner=runner,
@@ -136,6 +139,7 @@ def build(
         vocab_size=model.config.vocab_size,
         max_model_len=model.max_model_len,
         num_blocks=num_blocks,
+        max_num_mixed_tokens=max_num_mixed_tokens,
         weight_bytes=weight_bytes,
         kv_bytes=kv_bytes,
         dtype=str(model.dtype).removeprefix("torch."),

@@ -205,8 +205,9 @@ class Scheduler:
             decoding.append(request)
         preempted = self.num_preemptions > num_preemptions
         budget = self._config.max_num_batched_tokens
-        if decoding and self._config.max_num_prefill_tokens is not None:
-            budget = min(budget, len(decoding) + self._config.max_num_prefill_tokens)
+        if decoding and self._config.max_num_mixed_tokens is not None:
+            # However many decode, a prompt gets on.
+            budget = min(budget, max(self._config.max_num_mixed_tokens, len(decoding) + 1))
         budget -= len(decoding)
 
         threshold = self._config.long_threshold

@@ -135,6 +135,12 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 @pytest.fixture(scope="session")
+def make_tokenizer() -> Callable[..., None]:
+    """`make_tokenizer(folder, add_bos=...)`: put the tiny models' tokenizer into a folder."""
+    return save_tokenizer
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """`tiny_model(family, **overrides)`: a folder with a small random model and a tokenizer.
 

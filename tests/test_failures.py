@@ -239,7 +239,7 @@ async def test_invalid_arguments_are_refused_at_once(
         {"watermark": 1.0},
         {"multi_step_seconds": -0.1},
         {"multi_step_seconds": float("nan")},
-        {"max_num_prefill_tokens": 0},
+        {"max_num_mixed_tokens": 0},
         {"device": "tpu"},
         {"max_num_seqs": 600, "max_num_batched_tokens": 599},
         {"trust_remote_code": True},

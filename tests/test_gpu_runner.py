@@ -22,6 +22,7 @@ from ragserve.engine.block_pool import BlockPool
 from ragserve.engine.config import EngineConfig
 from ragserve.engine.core import EngineCore
 from ragserve.engine.gpu import build_gpu
+from ragserve.engine.gpu.batch import BatchLayout
 from ragserve.engine.models import load_model
 from ragserve.engine.outputs import TokenLogprob
 from ragserve.engine.prompt import Retention, TokenizedPrompt
@@ -211,10 +212,10 @@ def test_other_block_sizes(llama: Path, oracle: Oracle, block_size: int) -> None
 
 def test_preempted(llama: Path, oracle: Oracle) -> None:
     rig = Rig(llama, num_blocks=16, max_num_seqs=3, max_num_batched_tokens=256, steps=4)
-    params = SamplingParams.greedy(ignore_eos=True, max_tokens=24)
+    params = SamplingParams.greedy(ignore_eos=True, max_tokens=12)
     prompts = [make_prompt(length) for length in (78, 79, 80)]
     answers = [answer for ids in prompts for answer in rig.add(ids, params)]
-    assert rig.finish(answers) == [oracle(llama, token_ids, 24) for token_ids in prompts]
+    assert rig.finish(answers) == [oracle(llama, token_ids, 12) for token_ids in prompts]
     assert rig.core.scheduler.num_preemptions > 0
 
 
@@ -353,3 +354,17 @@ def test_a_pool_too_small_for_one_sequence_is_refused(llama: Path) -> None:
     with pytest.raises(OutOfMemoryError, match="max_model_len=256 needs 16") as caught:
         build_gpu(model, EngineConfig(kv_cache_bytes=100_000, max_num_batched_tokens=64))
     assert "lower max_model_len to " in str(caught.value)
+
+
+def test_padding_changes_nothing(llama: Path, oracle: Oracle) -> None:
+    """Steps laid out with room for more than they hold, as those of CUDA graphs are."""
+    rig = Rig(llama)
+    rig.core.runner.layouts = [
+        BatchLayout(singles=4, tokens=4 + 44, sequences=7, tiles=8, samples=4)
+    ]
+    prompts = [make_prompt(length) for length in (20, 3, 1)]
+    answers: list[Answer] = []
+    for token_ids in prompts:
+        answers += rig.add(token_ids)
+        rig.step(answers)
+    assert rig.finish(answers) == [oracle(llama, token_ids) for token_ids in prompts]

@@ -180,9 +180,9 @@ class Rig:
         assert not any(r.paused for r in planned)
         assert plan.num_tokens <= config.max_num_batched_tokens * plan.num_steps
         decodes = sum(c.decode for c in plan.chunks)
-        limit = config.max_num_prefill_tokens
+        limit = config.max_num_mixed_tokens
         if limit is not None and 0 < decodes < len(planned):
-            assert plan.num_tokens - decodes <= limit + 1  # and a prompt's last token
+            assert plan.num_tokens <= max(limit, decodes + 2)  # one of them a prompt's last token
         assert plan.num_steps == 1 or decodes == len(planned)
         assert plan.num_steps == max(1, *(c.num_samples for c in plan.chunks), 1)
         for chunk in plan.chunks:
@@ -1343,17 +1343,17 @@ def test_a_request_that_is_sampled_on_the_host_is_never_ahead_of_it() -> None:
 
 
 def test_prompts_take_little_of_a_step_in_which_others_decode() -> None:
-    rig = Rig(max_num_batched_tokens=64, max_num_prefill_tokens=10)
+    rig = Rig(max_num_batched_tokens=64, max_num_mixed_tokens=10)
     first = rig.add(100, max_tokens=30)
     rig.step()
     assert rig.computed(first) == 64, "nobody decodes"
     rig.step()
     second = rig.add(100, max_tokens=2)
     rig.step()
-    assert (rig.computed(first), rig.computed(second)) == (1, 10)
+    assert (rig.computed(first), rig.computed(second)) == (1, 9)
     rig.until(lambda: first.state is RequestState.FINISHED)
     rig.drain()
-    assert [c.num_tokens for c in second.timeline.chunks] == [10] * 10
+    assert [c.num_tokens for c in second.timeline.chunks] == [9] * 11 + [1]
 
 
 def test_what_comes_before_an_error_counts() -> None:
@@ -1476,7 +1476,7 @@ class CoreMachine(RuleBasedStateMachine):
             long_prefill_token_threshold=threshold,
             max_long_partial_prefills=max_long,
             watermark=watermark,
-            max_num_prefill_tokens=max_prefill,
+            max_num_mixed_tokens=max_prefill,
             depth=mode[0],
             steps=mode[1],
             stops=stops,

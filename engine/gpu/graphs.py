@@ -1,23 +1,30 @@
-"""Decode steps as CUDA graphs, one for each of a dozen batch sizes."""
+"""Steps recorded as CUDA graphs: decodes of a dozen batch sizes, and prompts of a few lengths.
+
+A step is some three hundred kernels, which the host takes longer to start one by one than a GPU
+takes to run them for a small model or a short prompt.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 
 import torch
 
+from .batch import BatchLayout
 from .memory import clear_workspaces
 from .stream import DeviceStream
 
-__all__ = ["DecodeGraphs", "batch_sizes"]
+__all__ = ["StepGraphs", "batch_sizes", "mixed_layouts"]
 
 _logger = logging.getLogger("ragserve")
 
 _SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Padding costs little where weights dominate; where it does not, sizes are 33 % apart."""
+_FEW_SINGLES = 8
+_PROMPT_TOKENS = (64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 4096)
+_MOST_PROMPTS = 32
 
 
 def batch_sizes(max_num_seqs: int) -> list[int]:
@@ -25,55 +32,66 @@ def batch_sizes(max_num_seqs: int) -> list[int]:
     return [size for size in _SIZES if size < max_num_seqs] + [max_num_seqs]
 
 
-class DecodeGraphs:
-    """Runs one decode step of a batch padded to the next size: replayed, or eagerly.
+def mixed_layouts(
+    max_num_seqs: int, max_tokens: int, *, group: int, block_m: int
+) -> list[BatchLayout]:
+    """Layouts that steps with prompts are padded to, the smallest first.
 
-    :param step: enqueues a decode step of so many rows; always over the same tensors.
-    :param sizes: ascending.
+    :param max_tokens: most prompt tokens that are worth it.
+    :param group: query heads per KV head.
+    :param block_m: rows of a prefill tile.
     """
+    layouts = []
+    for prompt_tokens in _PROMPT_TOKENS:
+        for singles in sorted({min(_FEW_SINGLES, max_num_seqs), max_num_seqs}):
+            prompts = min(_MOST_PROMPTS, max_num_seqs)
+            if prompt_tokens <= max_tokens:
+                layouts.append(
+                    BatchLayout(
+                        singles=singles,
+                        tokens=singles + prompt_tokens,
+                        sequences=singles + prompts,
+                        tiles=prompt_tokens * group // block_m + prompts,
+                        samples=min(singles + prompts, max_num_seqs),
+                    )
+                )
+    return layouts
 
-    def __init__(self, step: Callable[[int], None], sizes: list[int], stream: DeviceStream) -> None:
-        self._step = step
-        self._sizes = sizes
+
+class StepGraphs:
+    """Recorded steps, by what they were recorded for."""
+
+    def __init__(self, stream: DeviceStream) -> None:
         self._stream = stream
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
 
-    def padded(self, num_rows: int) -> int:
-        """The smallest size that holds so many rows."""
-        return self._sizes[bisect_left(self._sizes, num_rows)]
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
 
-    def run(self, size: int) -> None:
-        """Enqueue one step of `size` rows, one of the sizes."""
-        graph = self._graphs.get(size)
-        if graph is None:
-            self._step(size)
-        else:
-            graph.replay()
+    def replay(self, key: Hashable) -> None:
+        """Enqueue a recorded step."""
+        self._graphs[key].replay()
 
-    def warm_up(self) -> None:
-        """Run each size once, so that no request has to wait for a compiler."""
-        for size in self._sizes:
-            self._step(size)
+    def capture(self, steps: Mapping[Hashable, Callable[[], None]]) -> None:
+        """Record steps, which must have run before, in this order: the largest first.
 
-    def capture(self) -> None:
-        """Record all sizes, the largest first: its memory is enough for the others.
-
-        They share a pool of their own, so that what they hold is not given to anybody else.
+        They share a pool of memory of their own, so that what they hold is not given to anybody
+        else.
         """
         started = time.monotonic()
         before = torch.cuda.memory_reserved(self._stream.device)
         pool = torch.cuda.graph_pool_handle()
         # cuBLAS's workspace then comes from the graphs' own pool, where nobody can free it.
         clear_workspaces()
-        for size in reversed(self._sizes):
+        for key, step in steps.items():
             graph = torch.cuda.CUDAGraph()
             with self._stream.capture(graph, pool):
-                self._step(size)
-            self._graphs[size] = graph
+                step()
+            self._graphs[key] = graph
         self._stream.synchronize()
         _logger.info(
-            "captured decode graphs of %s rows in %.2f s, %.1f MiB",
-            ", ".join(map(str, self._sizes)),
+            "captured %d CUDA graphs in %.2f s, %.1f MiB",
+            len(steps),
             time.monotonic() - started,
             (torch.cuda.memory_reserved(self._stream.device) - before) / 2**20,
         )

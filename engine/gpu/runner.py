@@ -8,7 +8,10 @@ A step with prompts is enqueued kernel by kernel, from arrays that the host lays
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,10 +26,10 @@ from ..models import DecoderModel
 from ..outputs import TokenLogprob
 from ..request import Request
 from ..sampler import InvalidLogitsError, Sampler, SamplingState
-from ..scheduler import StepPlan, StepResult
-from .batch import MixedBatch, pack_batch, pack_nobody
+from ..scheduler import ScheduledChunk, StepPlan, StepResult
+from .batch import BatchLayout, BatchTensors, PackedBatch, pack_batch
 from .decoder import GPUDecoder
-from .graphs import DecodeGraphs, batch_sizes
+from .graphs import StepGraphs, batch_sizes, mixed_layouts
 from .memory import release_memory, tensor_bytes
 from .seats import Seats, samples_on_host
 from .stream import DeviceStream, Staging
@@ -35,8 +38,14 @@ __all__ = ["GPURunner"]
 
 _MAX_DECODE_STEPS = 32
 _STAGING_SIZE = 1 << 18
-_WARM_UP_TOKENS = (1, 2, 4, 8, 32, 128, 512, 2048)
+_WARM_UP_TOKENS = (1, 2, 3, 8, 32, 128, 512, 2048)
 """Sizes of steps that are run once before any request: cuBLAS has kernels for each range."""
+_MIXED_SECONDS = 0.040
+"""How long a step with prompts may take while streams wait for their next token."""
+_GRAPH_SECONDS = 0.016
+"""A step that takes longer keeps the GPU busy while the host starts its kernels one by one."""
+_TOKENS_MULTIPLE = 256
+"""Tokens of a tile of the large products."""
 _INVALID = -2
 """What the device's sampler gives for logits that nothing can be chosen from."""
 
@@ -47,6 +56,7 @@ class GPURunner:
     :param model: its weights, on the device.
     :param config: `max_num_seqs`, `max_num_batched_tokens`, `block_size` and `enforce_eager` count.
     :ivar num_bytes: memory of its buffers, without weights and KV.
+    :ivar num_mixed_tokens: tokens of a step that takes 40 ms, measured by `prepare`.
     """
 
     depth = 2
@@ -58,6 +68,8 @@ class GPURunner:
         self.pools: list[KVLayer] = []
         self._block_size = config.block_size
         self._max_len = model.max_model_len
+        self._most_singles = max_num_seqs
+        self.num_mixed_tokens = config.max_num_batched_tokens
         self.decoder = GPUDecoder(
             model,
             max_tokens=config.max_num_batched_tokens,
@@ -99,7 +111,12 @@ class GPURunner:
         ]
         self._num_launched = 0
         self._sampler = Sampler(shape.vocab_size)
-        self._graphs = DecodeGraphs(self._decode_step, batch_sizes(max_num_seqs), stream)
+        self._group = shape.num_heads // shape.num_kv_heads
+        self._sizes = batch_sizes(max_num_seqs)
+        self.layouts: list[BatchLayout] = []
+        self._inputs: dict[BatchLayout, Tensor] = {}
+        """Where the graph of a layout reads its arrays."""
+        self._graphs = StepGraphs(stream)
         self._use_graphs = stream.is_cuda and not config.enforce_eager
         self.num_bytes = sum(
             tensor_bytes(part)
@@ -136,14 +153,49 @@ class GPURunner:
         self.pools = pools
         if not self._stream.is_cuda:
             return  # nothing is compiled for a CPU
-        most = len(self.decoder.hidden)
         with self._stream.current():
-            for num_tokens in sorted({min(size, most) for size in _WARM_UP_TOKENS} | {most}):
-                self._run_nobody(num_tokens)
-            self._graphs.warm_up()
-            self._stream.synchronize()
+            self._measure_prompts()
+            for size in self._sizes:
+                self._decode_step(size)
             if self._use_graphs:
-                self._graphs.capture()
+                self._capture()
+            self._stream.synchronize()
+
+    def _measure_prompts(self) -> None:
+        """Run steps with prompts of all lengths, and time the longest."""
+        most = len(self.decoder.hidden)
+        for num_tokens in (*(size for size in _WARM_UP_TOKENS if size < most), most, most):
+            self._stream.synchronize()
+            started = time.monotonic()
+            prompts = min(num_tokens, 2) - 1
+            layout = BatchLayout(
+                singles=1, tokens=num_tokens, sequences=1 + prompts, tiles=prompts, samples=1
+            )
+            self._run_batch(layout.view(self._upload(self._pack([], layout))), layout)
+            self._stream.synchronize()
+        per_token = (time.monotonic() - started) / most
+        tokens = int(_MIXED_SECONDS / per_token) // _TOKENS_MULTIPLE * _TOKENS_MULTIPLE
+        self.num_mixed_tokens = min(most, max(tokens, _TOKENS_MULTIPLE))
+        self._num_graph_tokens = min(most - self._most_singles, int(_GRAPH_SECONDS / per_token))
+
+    def _capture(self) -> None:
+        layouts = mixed_layouts(
+            self._most_singles,
+            self._num_graph_tokens,
+            group=self._group,
+            block_m=self._prefill.block_m,
+        )
+        steps: dict[Hashable, Callable[[], None]] = {}
+        for layout in reversed(layouts):
+            upload = self._upload(self._pack([], layout))
+            self._inputs[layout] = upload.clone()
+            views = layout.view(self._inputs[layout])
+            self._run_batch(views, layout)
+            steps[layout] = partial(self._run_batch, views, layout)
+        for size in reversed(self._sizes):
+            steps[size] = partial(self._decode_step, size)
+        self._graphs.capture(steps)
+        self.layouts = layouts
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -159,7 +211,7 @@ class GPURunner:
     def _launch_decode(self, plan: StepPlan) -> Callable[[], StepResult]:
         seats = self._seats
         rows = [seats.seat(chunk.request) for chunk in plan.chunks]
-        size = self._graphs.padded(len(rows))
+        size = self._sizes[bisect_left(self._sizes, len(rows))]
         seats.set_step(-1)
         seats.flush()
         padded = rows + [seats.num_seats] * (size - len(rows))
@@ -167,7 +219,10 @@ class GPURunner:
             self._rows[:size].copy_(self._staging.upload(np.array(padded, dtype=np.int32)))
             self._known_rows = padded
         for _ in range(plan.num_steps):
-            self._graphs.run(size)
+            if size in self._graphs:
+                self._graphs.replay(size)
+            else:
+                self._decode_step(size)
         return self._collect(plan, list(range(len(rows))), plan.num_steps)
 
     def _decode_step(self, size: int) -> None:
@@ -230,28 +285,91 @@ class GPURunner:
     # -- steps with prompts -----------------------------------------------------------------
 
     def _launch_mixed(self, plan: StepPlan) -> Callable[[], StepResult]:
-        seats, decoder = self._seats, self.decoder
-        config = decoder.config
-        batch = pack_batch(
-            plan.chunks,
-            seats,
-            self._staging,
+        exact = BatchLayout.of(plan.chunks, group=self._group, block_m=self._prefill.block_m)
+        layout = exact
+        if not any(_needs_host(chunk) for chunk in plan.chunks):
+            layout = next((padded for padded in self.layouts if padded.holds(exact)), exact)
+        batch = self._pack(plan.chunks, layout)
+        self._seats.set_step(0)
+        self._seats.flush()
+        upload = self._upload(batch)
+        result = StepResult([[] for _ in plan.chunks])
+        if layout in self._graphs:
+            self._inputs[layout].copy_(upload)
+            self._graphs.replay(layout)
+        else:
+            views = layout.view(upload)
+            self._forward(views, layout)
+            self._prompt_logprobs(plan, batch, result)
+            if batch.sampled:
+                logits = self._logits(views, layout)
+                self._sample_on_host(plan, batch, logits, result)
+                self._sample(logits, views.sampled_seats, views.next_positions)
+        if not batch.sampled:
+            return self._nothing_sampled(result)
+        return self._collect(plan, batch.sampled, 1, result)
+
+    def _pack(self, chunks: Sequence[ScheduledChunk], layout: BatchLayout) -> PackedBatch:
+        return pack_batch(
+            chunks,
+            layout,
+            self._seats,
             block_size=self._block_size,
-            group=config.num_heads // config.num_kv_heads,
+            group=self._group,
             block_m=self._prefill.block_m,
         )
-        seats.set_step(0)
-        seats.flush()
-        self._forward(batch)
-        result = StepResult([[] for _ in plan.chunks])
-        self._prompt_logprobs(plan, batch, result)
-        num_rows = len(batch.sampled)
-        if num_rows == 0:
-            return self._nothing_sampled(result)
-        logits = decoder.compute_logits(batch.num_tokens, batch.sampled_tokens, num_rows)
-        self._sample_on_host(plan, batch, logits, result)
-        self._sample(logits, batch.sampled_seats, batch.next_positions)
-        return self._collect(plan, [batch.order[s] for s in batch.sampled], 1, result)
+
+    def _upload(self, batch: PackedBatch) -> Tensor:
+        return self._staging.upload(batch.upload)
+
+    def _run_batch(self, views: BatchTensors, layout: BatchLayout) -> None:
+        """A step that the device does by itself, from the layers to the seats."""
+        self._forward(views, layout)
+        logits = self._logits(views, layout)
+        self._sample(logits, views.sampled_seats, views.next_positions)
+
+    def _forward(self, views: BatchTensors, layout: BatchLayout) -> None:
+        decoder, state = self.decoder, self._seats.state
+        shape, singles = decoder.config, layout.singles
+        ops.embed_step(
+            state.seats,
+            views.token_ids,
+            decoder.model.embedding,
+            decoder.hidden[: layout.tokens],
+        )
+
+        def attend(layer: int, query: Tensor, out: Tensor) -> None:
+            if singles:
+                self._attend_singles(
+                    layer,
+                    query[:singles],
+                    out[:singles],
+                    views.rows[:singles],
+                    views.seq_lens[:singles],
+                    views.block_counts[:singles],
+                )
+            if layout.tiles:
+                ops.paged_prefill(
+                    query,
+                    self.pools[layer],
+                    out,
+                    rows=views.rows,
+                    query_starts=views.query_starts,
+                    seq_lens=views.seq_lens,
+                    tile_rows=views.tile_rows,
+                    tile_queries=views.tile_queries,
+                    tile_ends=views.tile_ends,
+                    block_tables=state.block_tables,
+                    block_starts=state.block_starts,
+                    scale=shape.attention_scale,
+                    window=shape.layer_windows[layer],
+                    config=self._prefill,
+                )
+
+        decoder.forward(layout.tokens, views.positions, views.kv_slots, self.pools, attend)
+
+    def _logits(self, views: BatchTensors, layout: BatchLayout) -> Tensor:
+        return self.decoder.compute_logits(layout.tokens, views.sampled_tokens, layout.samples)
 
     def _sample(self, logits: Tensor, rows: Tensor, next_positions: Tensor) -> None:
         state = self._seats.state
@@ -263,55 +381,6 @@ class GPURunner:
             step=state.step,
             workspace=self._workspace,
         )
-
-    def _forward(self, batch: MixedBatch) -> None:
-        decoder, state = self.decoder, self._seats.state
-        config, singles = decoder.config, batch.num_singles
-        ops.embed_step(
-            state.seats,
-            batch.token_ids,
-            decoder.model.embedding,
-            decoder.hidden[: batch.num_tokens],
-        )
-
-        def attend(layer: int, query: Tensor, out: Tensor) -> None:
-            if singles:
-                self._attend_singles(
-                    layer,
-                    query[:singles],
-                    out[:singles],
-                    batch.rows[:singles],
-                    batch.seq_lens[:singles],
-                    batch.block_counts[:singles],
-                )
-            if len(batch.tile_rows):
-                ops.paged_prefill(
-                    query,
-                    self.pools[layer],
-                    out,
-                    rows=batch.rows,
-                    query_starts=batch.query_starts,
-                    seq_lens=batch.seq_lens,
-                    tile_rows=batch.tile_rows,
-                    tile_queries=batch.tile_queries,
-                    tile_ends=batch.tile_ends,
-                    block_tables=state.block_tables,
-                    block_starts=state.block_starts,
-                    scale=config.attention_scale,
-                    config=self._prefill,
-                    window=config.layer_windows[layer],
-                )
-
-        decoder.forward(batch.num_tokens, batch.positions, batch.kv_slots, self.pools, attend)
-
-    def _run_nobody(self, num_tokens: int) -> None:
-        """A step over tokens that belong to nobody and are stored nowhere."""
-        batch = pack_nobody(num_tokens, self._seats.num_seats, self._staging)
-        self._seats.set_step(0)
-        self._seats.flush()
-        self._forward(batch)
-        logits = self.decoder.compute_logits(batch.num_tokens, batch.sampled_tokens, 1)
-        self._sample(logits, batch.sampled_seats, batch.next_positions)
 
     # -- results ----------------------------------------------------------------------------
 
@@ -383,11 +452,10 @@ class GPURunner:
     # -- what the host samples itself ---------------------------------------------------------
 
     def _sample_on_host(
-        self, plan: StepPlan, batch: MixedBatch, logits: Tensor, result: StepResult
+        self, plan: StepPlan, batch: PackedBatch, logits: Tensor, result: StepResult
     ) -> None:
         """Sample for requests whose parameters the device does not know; waits for the logits."""
-        for row, s in enumerate(batch.sampled):
-            index = batch.order[s]
+        for row, index in enumerate(batch.sampled):
             request = plan.chunks[index].request
             if not request.samples_on_host:
                 continue
@@ -400,14 +468,12 @@ class GPURunner:
             if token.logprob is not None:
                 result.logprobs[index] = [token.logprob]
 
-    def _prompt_logprobs(self, plan: StepPlan, batch: MixedBatch, result: StepResult) -> None:
+    def _prompt_logprobs(self, plan: StepPlan, batch: PackedBatch, result: StepResult) -> None:
         """Log-probabilities of prompt tokens, where asked for; waits for the logits."""
-        offset = 0
-        for index in batch.order:
+        for index, last in zip(batch.order, batch.last_tokens, strict=True):
             chunk = plan.chunks[index]
-            request, start = chunk.request, offset
-            offset += chunk.num_tokens
-            if request.params.prompt_logprobs is None or request.index > 0 or chunk.decode:
+            request, start = chunk.request, last + 1 - chunk.num_tokens
+            if not _wants_prompt_logprobs(chunk):
                 continue
             targets = request.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
             size = len(self.decoder.logits)
@@ -417,15 +483,25 @@ class GPURunner:
                     part = targets[first : first + size]
                     rows = np.arange(start + first, start + first + len(part), dtype=np.int32)
                     logits = self.decoder.compute_logits(
-                        batch.num_tokens, self._staging.upload(rows), len(part)
+                        batch.layout.tokens, self._staging.upload(rows), len(part)
                     )
                     values += self._sampler.prompt_logprobs(
-                        logits.float(), part, request.params.prompt_logprobs
+                        logits.float(), part, request.params.prompt_logprobs or 0
                     )
             except InvalidLogitsError as error:
                 result.errors[index] = error
                 continue
             result.prompt_logprobs[index] = values
+
+
+def _wants_prompt_logprobs(chunk: ScheduledChunk) -> bool:
+    request = chunk.request
+    return request.params.prompt_logprobs is not None and request.index == 0 and not chunk.decode
+
+
+def _needs_host(chunk: ScheduledChunk) -> bool:
+    """Whether the host has to look at the logits of a step."""
+    return chunk.request.samples_on_host or _wants_prompt_logprobs(chunk)
 
 
 def _state_of(request: Request) -> SamplingState:

@@ -60,7 +60,8 @@ class DeviceStream:
         if self._stream is None:
             return 227 << 10
         properties = torch.cuda.get_device_properties(self.device)
-        return int(properties.shared_memory_per_block_optin)
+        # Where torch does not tell, what every GPU with bfloat16 has.
+        return int(getattr(properties, "shared_memory_per_block_optin", 99 << 10))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:

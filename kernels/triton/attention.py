@@ -100,10 +100,17 @@ def decode_config(programs: int, head_dim: int, dtype: torch.dtype) -> DecodeCon
         return DecodeConfig(block_n=16, num_warps=4, num_stages=2, programs_per_sm=4)
     if row > 256:
         return DecodeConfig(block_n=32, num_warps=4, num_stages=3, programs_per_sm=3)
-    if programs <= 16:
+    if programs <= 64:
         # Many splits of few sequences: their merge is work enough for programs of its own.
-        return DecodeConfig(block_n=64, num_warps=4, num_stages=3, split_tokens=64, fused=False)
-    return DecodeConfig(block_n=64, num_warps=2, num_stages=3, programs_per_sm=3)
+        return DecodeConfig(
+            block_n=64,
+            num_warps=4,
+            num_stages=2,
+            programs_per_sm=3,
+            split_tokens=64,
+            fused=False,
+        )
+    return DecodeConfig(block_n=32, num_warps=2, num_stages=4, programs_per_sm=4)
 
 
 def prefill_config(
