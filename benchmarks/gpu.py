@@ -46,14 +46,16 @@ sys.path.insert(0, str(HERE))
 from gpu_report import Results, read_records, section, short, write_section  # noqa: E402
 from gpu_stages import GROUPS, STAGES, Bench  # noqa: E402
 
-DEFAULT = "ceilings,kernels,check,w1,w1-small,w2,w2-off,w3,w3-small,w4,host,consumers,memory"
+DEFAULT = (
+    "ceilings,kernels,check,w1,w1-small,w2,w2-off,w3,w3-small,w4,host,consumers,numerics,memory"
+)
 CHECKS = {
     "kernels and engine": ("test_triton_*.py", "test_gpu.py", "test_gpu_runner.py"),
     "memory": ("test_gpu_memory.py",),
 }
 """Test files of the stage `check`, in parts that run apart: the first in parallel, for most of it
 is compiling, and on the CPU; the other has to be alone on the device."""
-CHECK_SECONDS = 150.0
+CHECK_SECONDS = 170.0
 
 PEERS: dict[str, tuple[str, float]] = {
     "v7off": ("--model qwen2.5-7b --works w1,w3,w2off --prefix 0 --reps 2", 240.0),
@@ -300,13 +302,18 @@ class Run:
             tests = HERE.parent / "tests"
             files = [str(path) for pattern in patterns for path in sorted(tests.glob(pattern))]
             command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-rfE"]
-            command += ["-W", "default", "--tb", "short"]
+            command += ["-v", "-W", "default", "--tb", "short"]
             if len(files) > 1 and importlib.util.find_spec("xdist") is not None:
                 command += ["-n", str(min(14, os.cpu_count() or 1))]
-            lines = self._lines_of([*command, *files], "check.log", deadline)
-            result = parse_pytest(lines)
-            ok = ok and set(result["counts"]) <= {"passed", "skipped", "warnings", "warning"}
-            self.record("check", tests=name, **result)
+            lines: list[str] = []
+            try:
+                for line in self._lines_of([*command, *files], "check.log", deadline):
+                    lines.append(line)
+            finally:  # what failed before the time was up is known all the same
+                result = parse_pytest(lines)
+                self.record("check", tests=name, **result)
+            counts = set(result["counts"])
+            ok = ok and bool(counts) and counts <= {"passed", "skipped", "warnings", "warning"}
         self.record(
             "end", ok=ok, error="" if ok else "see check.log", seconds=time.monotonic() - started
         )
@@ -361,17 +368,33 @@ def stages_of(text: str) -> list[str]:
     return [stage for stage in order if stage in wanted]
 
 
-def parse_pytest(lines: Iterator[str] | Sequence[str]) -> dict[str, Any]:
-    """Counts of a run of pytest by outcome, and the tests that failed (twenty at most)."""
+_OUTCOME_FIRST = re.compile(
+    r"(?:\[gw\d+\] \[ *\d+%\] )?(?P<outcome>FAILED|ERROR) (?P<test>\S+\.py\b.*?)"
+    r"(?P<why> - .*)?$"
+)
+"""A line of pytest's summary, or of `-v` with several workers."""
+_OUTCOME_LAST = re.compile(r"(?P<test>\S+\.py::.*?) (?P<outcome>FAILED|ERROR) +\[ *\d+%\]$")
+"""A line of `-v` with one."""
+
+
+def parse_pytest(lines: Sequence[str]) -> dict[str, Any]:
+    """Counts of a run of pytest by outcome, and the tests that failed (twenty at most).
+
+    The counts are empty if it was cut off; what had failed by then is named if it ran with `-v`.
+    """
     counts: dict[str, int] = {}
-    failed = []
+    failed: dict[str, str] = {}
     for line in lines:
-        if line.startswith(("FAILED ", "ERROR ")):
-            failed.append(line[:160])
+        found = _OUTCOME_FIRST.match(line.rstrip()) or _OUTCOME_LAST.match(line.rstrip())
+        if found is not None:
+            why = found.groupdict().get("why") or ""
+            name = f"{found['outcome']} {found['test']}"
+            if why or name not in failed:
+                failed[name] = (name + why)[:160]
         elif re.search(r"\d+ \w+.* in [\d.]+s", line):
-            found = re.findall(r"(\d+) (passed|failed|errors?|skipped|warnings?|deselected)", line)
-            counts = {outcome: int(count) for count, outcome in found}
-    return {"counts": counts, "failed": failed[:20]}
+            outcomes = r"(\d+) (passed|failed|errors?|skipped|warnings?|deselected)"
+            counts = {outcome: int(count) for count, outcome in re.findall(outcomes, line)}
+    return {"counts": counts, "failed": list(failed.values())[:20]}
 
 
 def peer_figures(line: dict[str, Any]) -> dict[str, Any]:

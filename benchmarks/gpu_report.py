@@ -124,6 +124,7 @@ def section(results: Results) -> str:
         *(_rows(results, stage) for stage in results.stages),
         _host(results),
         _consumers(results),
+        _numerics(results),
         _memory(results),
         _opens(results),
         _checks(results),
@@ -134,7 +135,7 @@ def section(results: Results) -> str:
 
 def short(results: Results) -> str:
     """What matters most, to be read at the end of a log."""
-    parts = (_checks, _host, _consumers, _memory, _goals, _failures)
+    parts = (_checks, _host, _consumers, _numerics, _memory, _goals, _failures)
     return "\n\n".join(text for part in parts if (text := part(results)))
 
 
@@ -336,6 +337,36 @@ def _consumers(results: Results) -> str:
         "with SSE",
     )
     return _table(columns, rows)
+
+
+def _numerics(results: Results) -> str:
+    found = results.rows("numerics", "numerics")
+    if not found:
+        return ""
+    rows = [
+        (
+            r["pair"],
+            f"{r['answers_differ']} of {r['answers']} ({r['answers_differ'] / r['answers']:.0%})",
+            f"{r['answers_differ']} of {r['tokens']:,} ({r['flip_share']:.2%})",
+            _number(r["logprob_apart_p50"]),
+            _number(r["logprob_apart_max"]),
+            _percent(r["cached_tokens"] / r["prompt_tokens"]),
+        )
+        for r in found
+    ]
+    columns = (
+        "a small trained model, greedy",
+        "answers that differ",
+        "tokens flipped, up to the first difference",
+        "log-probability apart, median",
+        "largest",
+        "prompt tokens from the cache",
+    )
+    return (
+        "What batch and cache change in bfloat16: other tile shapes and splits of a sum are chosen "
+        "for other numbers of rows and keys, and round differently; nothing else differs.\n\n"
+        + _table(columns, rows)
+    )
 
 
 def _memory(results: Results) -> str:

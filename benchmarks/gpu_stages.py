@@ -353,6 +353,12 @@ def rows_of(module: str) -> Callable[[Bench], Awaitable[None]]:
     return stage
 
 
+async def numerics(bench: Bench) -> None:
+    """What batch and cache change in the answers of a model that is trained for it."""
+    await bench.close()
+    await importlib.import_module("gpu_numerics").measure(bench)
+
+
 # -- the host's part of a step --------------------------------------------------------------------
 
 
@@ -627,15 +633,16 @@ def _at(
 
 STAGES: dict[str, Stage] = {
     "ceilings": Stage(ceilings, 60),
-    "kernels-attention": Stage(rows_of("gpu_attention"), 120),
-    "kernels-sampling": Stage(rows_of("gpu_sampling"), 90),
-    "kernels-linear": Stage(rows_of("gpu_linear"), 90),
+    "kernels-attention": Stage(rows_of("gpu_attention"), 60),
+    "kernels-sampling": Stage(rows_of("gpu_sampling"), 60),
+    "kernels-linear": Stage(rows_of("gpu_linear"), 60),
     **{name: Stage(_work_stage(work), 150) for name, work in WORKS.items()},
     "host-python": Stage(rows_of("host"), 60),
     "host-7b": Stage(_at(host, "7b"), 90),
     "consumers-7b": Stage(_at(consumers, "7b"), 90),
     "host-0.5b": Stage(_at(host, "0.5b"), 90),
     "consumers-0.5b": Stage(_at(consumers, "0.5b"), 60),
+    "numerics": Stage(numerics, 90),
     "memory": Stage(memory, 90, fresh=True),
 }
 """In the order in which they run."""

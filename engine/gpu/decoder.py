@@ -17,11 +17,15 @@ from ragserve.kernels import triton as ops
 
 from ..models import DecoderModel
 
-__all__ = ["AttendGPU", "GPUDecoder"]
+__all__ = ["AttendGPU", "GPUDecoder", "Residual"]
 
 AttendGPU: TypeAlias = Callable[[int, Tensor, Tensor], None]
 """`attend(layer, query, out)`: attention over the layer's pool, in which the step's keys and
 values are already. Both are [T, num_heads, head_dim]."""
+
+
+Residual: TypeAlias = tuple[Tensor, Tensor | None]
+"""The residual stream, [m, hidden_size], and what the last layer has still to add to it."""
 
 
 class GPUDecoder:
@@ -52,6 +56,7 @@ class GPUDecoder:
         self._gate_up = self._buffer(max_tokens, 2 * config.intermediate_size)
         self._activated = self._buffer(max_tokens, config.intermediate_size)
         self._picked = self._buffer(2, max_logits, config.hidden_size)
+        self._picked_heads = self._buffer(max_logits, config.num_heads * config.head_dim)
         self.logits = self._buffer(max_logits, config.vocab_size)
 
     def _buffer(self, *shape: int) -> Tensor:
@@ -64,16 +69,19 @@ class GPUDecoder:
         kv_slots: Tensor,
         pools: list[KVLayer],
         attend: AttendGPU,
-    ) -> None:
-        """Run all layers over `hidden[:num_tokens]`; `compute_logits` takes it from there.
+        rows: Tensor | None = None,
+    ) -> Residual:
+        """Run all layers over `hidden[:num_tokens]`.
 
         :param positions: [T] int32.
         :param kv_slots: [T] int64, where each token's key and value go; negative: nowhere.
+        :param rows: [m] int32, the tokens that matter when the layers are done; None is all T.
+        :returns: of the m rows; valid until the next call.
         """
         if num_tokens <= self._few:
-            self._forward_few(num_tokens, positions, kv_slots, pools, attend)
-        else:
-            self._forward_many(num_tokens, positions, kv_slots, pools, attend)
+            residual = self._forward_few(num_tokens, positions, kv_slots, pools, attend)
+            return residual if rows is None else self._pick(residual, rows)
+        return self._forward_many(num_tokens, positions, kv_slots, pools, attend, rows)
 
     def _forward_few(
         self,
@@ -82,7 +90,7 @@ class GPUDecoder:
         kv_slots: Tensor,
         pools: list[KVLayer],
         attend: AttendGPU,
-    ) -> None:
+    ) -> Residual:
         """Products of few rows are as fast as their weights are read: our own kernels, with the
         norm before and the addition after in them."""
         eps = self.config.rms_norm_eps
@@ -118,6 +126,7 @@ class GPUDecoder:
                 eps=eps,
             )
             ops.gemv(activated, mlp.down.weight, hidden, bias=mlp.down.bias, residual=hidden)
+        return hidden, None
 
     def _forward_many(
         self,
@@ -126,13 +135,15 @@ class GPUDecoder:
         kv_slots: Tensor,
         pools: list[KVLayer],
         attend: AttendGPU,
-    ) -> None:
+        rows: Tensor | None,
+    ) -> Residual:
         eps = self.config.rms_norm_eps
         hidden, x, delta = (b[:num_tokens] for b in (self.hidden, self._x, self._delta))
         qkv, attended = self._qkv[:num_tokens], self._attended[:num_tokens]
         query, out = self._heads(qkv), self._heads(attended)
         inner = self.config.intermediate_size
         gate_up, activated = self._gate_up[:num_tokens], self._activated[:num_tokens]
+        last = len(self.model.layers) - 1
         for index, layer in enumerate(self.model.layers):
             attention, mlp = layer.attention, layer.mlp
             if index == 0:
@@ -142,32 +153,44 @@ class GPUDecoder:
             ops.linear(x, attention.qkv.weight, qkv, attention.qkv.bias)
             self._rope_and_store(index, qkv, positions, kv_slots, pools)
             attend(index, query, out)
+            if index == last and rows is not None:
+                # All keys and values are stored: the rest is only for the tokens that matter.
+                m = len(rows)
+                x, delta = x[:m], delta[:m]
+                gate_up, activated = gate_up[:m], activated[:m]
+                hidden = torch.index_select(hidden, 0, rows, out=self._picked[0, :m])
+                attended = torch.index_select(attended, 0, rows, out=self._picked_heads[:m])
             ops.linear(attended, attention.output.weight, delta, attention.output.bias)
             ops.add_rms_norm(delta, hidden, layer.mlp_norm, x, eps=eps)
             ops.linear(x, mlp.gate_up.weight, gate_up, mlp.gate_up.bias)
             ops.silu_and_mul(gate_up[:, :inner], gate_up[:, inner:], activated)
             ops.linear(activated, mlp.down.weight, delta, mlp.down.bias)
+        return hidden, delta
 
-    def compute_logits(self, num_tokens: int, rows: Tensor | None, num_rows: int) -> Tensor:
-        """Scores of the next token after some of the tokens that `forward` has just run.
+    def compute_logits(self, residual: Residual, rows: Tensor | None = None) -> Tensor:
+        """Scores of the next token.
 
-        :param num_tokens: as given to `forward`.
-        :param rows: [m] int32 indices of tokens; None is all, in order.
+        :param residual: what `forward` gave.
+        :param rows: [m] int32 of its rows; None is all of them.
         :returns: [m, vocab_size], a view of `logits`, valid until the next call.
         """
-        eps, norm, logits = self.config.rms_norm_eps, self.model.norm, self.logits[:num_rows]
-        hidden, delta = self.hidden[:num_tokens], self._delta[:num_tokens]
-        if rows is not None:
-            hidden = torch.index_select(hidden, 0, rows, out=self._picked[0, :num_rows])
-        if num_tokens <= self._few:
+        hidden, delta = residual if rows is None else self._pick(residual, rows)
+        eps, norm, logits = self.config.rms_norm_eps, self.model.norm, self.logits[: len(hidden)]
+        if delta is None:
             ops.gemv(hidden, self.model.lm_head, logits, norm=norm, eps=eps)
             return logits
-        if rows is not None:
-            delta = torch.index_select(delta, 0, rows, out=self._picked[1, :num_rows])
-        x = self._x[:num_rows]
+        x = self._x[: len(hidden)]
         ops.add_rms_norm(delta, hidden, norm, x, eps=eps)
         ops.linear(x, self.model.lm_head, logits)
         return logits
+
+    def _pick(self, residual: Residual, rows: Tensor) -> Residual:
+        hidden, delta = residual
+        m = len(rows)
+        return (
+            torch.index_select(hidden, 0, rows, out=self._picked[0, :m]),
+            None if delta is None else torch.index_select(delta, 0, rows, out=self._picked[1, :m]),
+        )
 
     def _heads(self, x: Tensor) -> Tensor:
         """[T, num_heads, head_dim] view of the queries in [T, at least that many columns]."""

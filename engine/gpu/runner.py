@@ -28,7 +28,7 @@ from ..request import Request
 from ..sampler import InvalidLogitsError, Sampler, SamplingState
 from ..scheduler import ScheduledChunk, StepPlan, StepResult
 from .batch import BatchLayout, BatchTensors, PackedBatch, pack_batch
-from .decoder import GPUDecoder
+from .decoder import GPUDecoder, Residual
 from .graphs import StepGraphs, batch_sizes, mixed_layouts
 from .memory import release_memory, tensor_bytes
 from .seats import Seats, samples_on_host
@@ -164,15 +164,20 @@ class GPURunner:
     def _measure_prompts(self) -> None:
         """Run steps with prompts of all lengths, and time the longest."""
         most = len(self.decoder.hidden)
+        started = 0.0
         for num_tokens in (*(size for size in _WARM_UP_TOKENS if size < most), most, most):
-            self._stream.synchronize()
-            started = time.monotonic()
             prompts = min(num_tokens, 2) - 1
-            layout = BatchLayout(
-                singles=1, tokens=num_tokens, sequences=1 + prompts, tiles=prompts, samples=1
-            )
-            self._run_batch(layout.view(self._upload(self._pack([], layout))), layout)
-            self._stream.synchronize()
+            for samples in (1 + prompts, 1):
+                layout = BatchLayout(
+                    singles=1,
+                    tokens=num_tokens,
+                    sequences=1 + prompts,
+                    tiles=prompts,
+                    samples=samples,
+                )
+                started = time.monotonic()
+                self._run_batch(layout.view(self._upload(self._pack([], layout))), layout)
+                self._stream.synchronize()
         per_token = (time.monotonic() - started) / most
         tokens = int(_MIXED_SECONDS / per_token) // _TOKENS_MULTIPLE * _TOKENS_MULTIPLE
         self.num_mixed_tokens = min(most, max(tokens, _TOKENS_MULTIPLE))
@@ -244,8 +249,10 @@ class GPURunner:
         def attend(layer: int, query: Tensor, out: Tensor) -> None:
             self._attend_singles(layer, query, out, rows, seq_lens, block_counts)
 
-        decoder.forward(size, self._positions[:size], self._kv_slots[:size], self.pools, attend)
-        self._sample(decoder.compute_logits(size, None, size), rows, seq_lens)
+        residual = decoder.forward(
+            size, self._positions[:size], self._kv_slots[:size], self.pools, attend
+        )
+        self._sample(decoder.compute_logits(residual), rows, seq_lens)
 
     def _attend_singles(
         self,
@@ -286,25 +293,21 @@ class GPURunner:
 
     def _launch_mixed(self, plan: StepPlan) -> Callable[[], StepResult]:
         exact = BatchLayout.of(plan.chunks, group=self._group, block_m=self._prefill.block_m)
-        layout = exact
-        if not any(_needs_host(chunk) for chunk in plan.chunks):
+        layout, needs_host = exact, any(_needs_host(chunk) for chunk in plan.chunks)
+        if not needs_host:
             layout = next((padded for padded in self.layouts if padded.holds(exact)), exact)
         batch = self._pack(plan.chunks, layout)
         self._seats.set_step(0)
         self._seats.flush()
         upload = self._upload(batch)
         result = StepResult([[] for _ in plan.chunks])
-        if layout in self._graphs:
+        if needs_host:
+            self._run_with_host(layout.view(upload), plan, batch, result)
+        elif layout in self._graphs:
             self._inputs[layout].copy_(upload)
             self._graphs.replay(layout)
         else:
-            views = layout.view(upload)
-            self._forward(views, layout)
-            self._prompt_logprobs(plan, batch, result)
-            if batch.sampled:
-                logits = self._logits(views, layout)
-                self._sample_on_host(plan, batch, logits, result)
-                self._sample(logits, views.sampled_seats, views.next_positions)
+            self._run_batch(layout.view(upload), layout)
         if not batch.sampled:
             return self._nothing_sampled(result)
         return self._collect(plan, batch.sampled, 1, result)
@@ -323,12 +326,22 @@ class GPURunner:
         return self._staging.upload(batch.upload)
 
     def _run_batch(self, views: BatchTensors, layout: BatchLayout) -> None:
-        """A step that the device does by itself, from the layers to the seats."""
-        self._forward(views, layout)
-        logits = self._logits(views, layout)
+        """A step that the device does by itself, from the embedding to the seats."""
+        residual = self._forward(views, layout, views.sampled_tokens)
+        logits = self.decoder.compute_logits(residual)
         self._sample(logits, views.sampled_seats, views.next_positions)
 
-    def _forward(self, views: BatchTensors, layout: BatchLayout) -> None:
+    def _run_with_host(
+        self, views: BatchTensors, plan: StepPlan, batch: PackedBatch, result: StepResult
+    ) -> None:
+        """A step some of whose logits the host looks at."""
+        residual = self._forward(views, batch.layout, None)
+        self._prompt_logprobs(plan, batch, residual, result)
+        logits = self.decoder.compute_logits(residual, views.sampled_tokens)
+        self._sample_on_host(plan, batch, logits, result)
+        self._sample(logits, views.sampled_seats, views.next_positions)
+
+    def _forward(self, views: BatchTensors, layout: BatchLayout, rows: Tensor | None) -> Residual:
         decoder, state = self.decoder, self._seats.state
         shape, singles = decoder.config, layout.singles
         ops.embed_step(
@@ -366,10 +379,9 @@ class GPURunner:
                     config=self._prefill,
                 )
 
-        decoder.forward(layout.tokens, views.positions, views.kv_slots, self.pools, attend)
-
-    def _logits(self, views: BatchTensors, layout: BatchLayout) -> Tensor:
-        return self.decoder.compute_logits(layout.tokens, views.sampled_tokens, layout.samples)
+        return decoder.forward(
+            layout.tokens, views.positions, views.kv_slots, self.pools, attend, rows
+        )
 
     def _sample(self, logits: Tensor, rows: Tensor, next_positions: Tensor) -> None:
         state = self._seats.state
@@ -468,7 +480,9 @@ class GPURunner:
             if token.logprob is not None:
                 result.logprobs[index] = [token.logprob]
 
-    def _prompt_logprobs(self, plan: StepPlan, batch: PackedBatch, result: StepResult) -> None:
+    def _prompt_logprobs(
+        self, plan: StepPlan, batch: PackedBatch, residual: Residual, result: StepResult
+    ) -> None:
         """Log-probabilities of prompt tokens, where asked for; waits for the logits."""
         for index, last in zip(batch.order, batch.last_tokens, strict=True):
             chunk = plan.chunks[index]
@@ -482,9 +496,7 @@ class GPURunner:
                 for first in range(0, len(targets), size):
                     part = targets[first : first + size]
                     rows = np.arange(start + first, start + first + len(part), dtype=np.int32)
-                    logits = self.decoder.compute_logits(
-                        batch.layout.tokens, self._staging.upload(rows), len(part)
-                    )
+                    logits = self.decoder.compute_logits(residual, self._staging.upload(rows))
                     values += self._sampler.prompt_logprobs(
                         logits.float(), part, request.params.prompt_logprobs or 0
                     )

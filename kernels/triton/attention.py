@@ -106,7 +106,7 @@ def decode_config(programs: int, head_dim: int, dtype: torch.dtype) -> DecodeCon
             block_n=64,
             num_warps=4,
             num_stages=2,
-            programs_per_sm=3,
+            programs_per_sm=2,
             split_tokens=64,
             fused=False,
         )
@@ -178,8 +178,9 @@ def choose_splits(
     *,
     config: DecodeConfig | None = None,
 ) -> int:
-    """Splits of each sequence's keys that fill the device: the fewest whose programs leave at
-    most a tenth more of it idle in their last round than the best number does.
+    """Splits of each sequence's keys that fill the device. With a merge of its own, as many as
+    run at once; else the fewest whose programs leave at most a tenth more of it idle in their last
+    round than the best number does, for the last program of a sequence merges them one by one.
 
     :param batch: sequences that decode.
     :param max_len: tokens of the longest one, now or ever (for a captured graph).
@@ -192,6 +193,9 @@ def choose_splits(
     most = min(
         triton.cdiv(max_len, config.split_tokens), num_sms * _MAX_PROGRAMS_PER_SM // programs
     )
+
+    if not config.fused:
+        return int(max(1, min(most, at_once // programs)))
 
     def efficiency(splits: int) -> float:
         rounds = programs * splits / at_once
