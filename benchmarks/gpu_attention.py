@@ -1,14 +1,15 @@
 """Times of the Triton attention kernels on a GPU, beside torch's attention without pages.
 
-    python -P benchmarks/gpu_attention.py [--only decode prefill] [--seconds 55]
+    python -P benchmarks/gpu_attention.py [--sweep] [--only decode prefill] [--seconds 55]
 
 Heads of Qwen2.5-7B: 28 of queries, 4 of keys, 128 elements, in bfloat16; random blocks of 16
-slots. Every case first checks each config against attention in float32, then times it: launches
-in one CUDA graph, which take turns on enough pools that none is still in the L2 cache; the median
-over replays. A config that fails is reported and left out.
+slots. Every case first checks a config against attention in float32, then times it: launches in
+one CUDA graph, which take turns on enough pools that none is still in the L2 cache; the median
+over replays. A config that fails is reported and left out. With `--sweep`, many configs are tried
+beside the one that is used.
 
-`measure` gives the figures to a larger benchmark. Without a GPU, `TRITON_INTERPRET=1` and
-`--tiny` run the same code on small cases, for its logic only.
+`measure` gives the figures to a larger benchmark, with their targets. Without a GPU,
+`TRITON_INTERPRET=1` and `--tiny` run the same code on small cases, for its logic only.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from ragserve.kernels.triton import attention
 HEADS, KV_HEADS, HEAD_DIM, BLOCK = 28, 4, 128, 16
 ROTATED_BYTES = 200 << 20
 """Keys and values that launches take turns on; some times the L2 cache."""
+
+_TORCH = "torch, no pages"
 
 READ_BYTES_PER_SECOND = 4.3e12
 """What an H200 reads at most, about; for the floor that is printed."""
@@ -78,6 +81,14 @@ CASES: tuple[Case, ...] = (
     Prefill((500,) * 6),
     Prefill((8192,)),
 )
+DECODE_TARGETS = {
+    Decode(64, (4096,)): 135.0,
+    Decode(1, (3000,)): 9.0,
+    Decode(1, (32768,)): 25.0,
+}
+"""Microseconds, at most."""
+PREFILL_TARGET = 0.7
+"""Of the speed of torch's attention in the same run, at least."""
 TINY: tuple[Case, ...] = (Decode(2, (40, 30)), Decode(1, (600,)), Prefill((40, 21)))
 
 _DEFAULT = attention.decode_config(1 << 30, HEAD_DIM, torch.bfloat16)
@@ -271,7 +282,7 @@ class Bench:
                     query[:, :, None], key, value, enable_gqa=True
                 )
 
-            yield self._row(case, "torch, no pages", torch_launch, paged, floor=floor)
+            yield self._row(case, _TORCH, torch_launch, paged, floor=floor)
 
     def prefill(self, case: Prefill, configs: Sequence[Any]) -> Iterator[dict[str, Any]]:
         paged = self._paged(1, case.segments)
@@ -320,7 +331,7 @@ class Bench:
                     heads, key, value, is_causal=True, enable_gqa=True
                 )
 
-            yield self._row(case, "torch, no pages", torch_launch, paged, flops=flops)
+            yield self._row(case, _TORCH, torch_launch, paged, flops=flops)
 
     def _paged(self, batch: int, segments: Sequence[int]) -> Paged:
         return Paged(batch, segments, dtype=self.dtype, device=self.device, rotate=self.on_gpu)
@@ -370,14 +381,43 @@ def _oracle(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return output[0].transpose(0, 1)
 
 
-def measure(
-    cases: Sequence[Case] = CASES,
+def measure() -> list[dict[str, Any]]:
+    """The config that is used beside torch's attention, a row a case: `us` and `torch_us` with
+    the target and whether it is met, or an `error`."""
+    cases = CASES if Bench().on_gpu else TINY
+    rows = run(cases, seconds=18)
+    return [_compared(case, [row for row in rows if row["case"] == str(case)]) for case in cases]
+
+
+def _compared(case: Case, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of the rows that `run` gave for a case."""
+    ours = next(row for row in rows if row["config"] != _TORCH)
+    if "error" in ours:
+        return {key: ours[key] for key in ("case", "config", "error")}
+    us = ours["us"]
+    torch_us = next((row.get("us") for row in rows if row["config"] == _TORCH), None)
+    result = {"case": str(case), "us": us}
+    result |= {key: ours[key] for key in ("gb_per_s", "tflop_per_s") if key in ours}
+    result |= {"torch_us": torch_us, "of_torch": torch_us / us if torch_us else None}
+    target, met = "–", None
+    if isinstance(case, Prefill):
+        target = f"≥ {PREFILL_TARGET:.0%} of torch"
+        met = torch_us / us >= PREFILL_TARGET if torch_us else None
+    elif case in DECODE_TARGETS:
+        target, met = f"≤ {DECODE_TARGETS[case]:g} µs", us <= DECODE_TARGETS[case]
+    return result | {"target": target, "met": "–" if met is None else "yes" if met else "no"}
+
+
+def run(
+    cases: Sequence[Case],
     *,
+    sweep: bool = False,
     seconds: float = 55,
     report: Callable[[dict[str, Any]], object] = lambda row: None,
 ) -> list[dict[str, Any]]:
-    """Check and time every config of every case.
+    """Check and time configs of every case.
 
+    :param sweep: all of them; else the one that is used.
     :param seconds: no other config is begun after this long.
     :param report: told each row as it is made.
     :returns: rows with `case`, `config`, and either `error` or `us` with `gb_per_s` (and
@@ -390,9 +430,10 @@ def measure(
     rows = []
     for case in cases:
         if isinstance(case, Decode):
-            made = bench.decode(case, FEW_DECODES if case.batch <= 16 else MANY_DECODES)
+            decodes = FEW_DECODES if case.batch <= 16 else MANY_DECODES
+            made = bench.decode(case, decodes if sweep else decodes[:1])
         else:
-            made = bench.prefill(case, PREFILLS)
+            made = bench.prefill(case, PREFILLS if sweep else PREFILLS[:1])
         while True:
             if time.perf_counter() > end:
                 rows.append({"case": str(case), "config": "rest", "error": "no time left"})
@@ -414,7 +455,7 @@ def measure(
 
 
 def line(row: dict[str, Any]) -> str:
-    """A row of `measure`, for people."""
+    """A row of `run`, for people."""
     text = f"{row['case']:28} {row['config']:30}"
     if "error" in row:
         return f"{text} {row['error']}"
@@ -431,13 +472,19 @@ def line(row: dict[str, Any]) -> str:
 def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sweep", action="store_true", help="try many configs")
     parser.add_argument("--tiny", action="store_true", help="small cases, for the logic only")
     parser.add_argument("--only", nargs="*", default=[""], help="cases that start with these")
     parser.add_argument("--seconds", type=float, default=55.0)
     args = parser.parse_args()
     cases = TINY if args.tiny else CASES
     cases = tuple(case for case in cases if str(case).startswith(tuple(args.only)))
-    measure(cases, seconds=args.seconds, report=lambda row: print(line(row), flush=True))
+    run(
+        cases,
+        sweep=args.sweep,
+        seconds=args.seconds,
+        report=lambda row: print(line(row), flush=True),
+    )
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """Times of the GPU's matrix-vector products and layer kernels, at the shapes of three models.
 
-    python -P benchmarks/gpu_linear.py [--json FILE]
+    python -P benchmarks/gpu_linear.py [--sweep] [--json FILE]
 
 Each figure is the median time of one call in a CUDA graph of many. Weights are rotated, so that
 none is found in the L2 cache. GB/s counts a weight once, and for layer kernels all that is read
-and written. The kernels are compiled first, by several processes side by side. Without a GPU,
-under TRITON_INTERPRET=1, small shapes run once, which shows that the benchmark itself works.
+and written. The kernels are compiled first, by several processes side by side. With `--sweep`,
+many configurations and variants are tried beside those that are used. Without a GPU, under
+TRITON_INTERPRET=1, small shapes run once, which shows that the benchmark itself works.
 """
 
 from __future__ import annotations
@@ -142,18 +143,18 @@ def products(model: Model) -> list[Product]:
     ]
 
 
-def cases(models: list[Model]) -> Iterator[tuple[Model, Product, GemvConfig]]:
+def cases(models: list[Model], *, sweep: bool) -> Iterator[tuple[Model, Product, GemvConfig]]:
     """Every matrix-vector product that is timed."""
     for model in models:
         for product in products(model):
-            for config in product.candidates():
+            for config in product.candidates()[: None if sweep else 1]:
                 yield model, product, config
-            if product.norm and product.name != "lm_head":
+            if sweep and product.norm and product.name != "lm_head":
                 plain = product.plain
                 yield model, plain, gemv_config(plain.n, plain.k)
             for rows in range(2, GEMV_ROWS + 1):
                 few = replace(product, rows=rows)
-                for config in few.candidates()[:2]:
+                for config in few.candidates()[: 2 if sweep else 1]:
                     yield model, few, config
 
 
@@ -241,11 +242,11 @@ def _row(
     return row
 
 
-def measure_products(bench: Bench, models: list[Model]) -> Iterator[Row]:
-    """Every matrix-vector product, with all candidate configurations, beside torch.mm."""
+def measure_products(bench: Bench, models: list[Model], *, sweep: bool) -> Iterator[Row]:
+    """Every matrix-vector product beside torch.mm; in a sweep with all candidates."""
     size = bench.dtype.itemsize
     compared = set()
-    for model, product, config in cases(models):
+    for model, product, config in cases(models, sweep=sweep):
         n, k, rows = product.weight_rows, product.k, product.rows
         what = f"{product.name} {n}x{k} T={rows}"
         if (model.name, what) not in compared:
@@ -390,9 +391,9 @@ def measure_gate_up(bench: Bench, model: Model, tokens: list[int]) -> Iterator[R
                 yield row
 
 
-def measure_chain(bench: Bench, model: Model) -> Iterator[Row]:
+def measure_chain(bench: Bench, model: Model, *, sweep: bool) -> Iterator[Row]:
     """A decode step's layers without attention, for one token: separate kernels around
-    torch.mm, fused ones, and both norms and products with dependent launches."""
+    torch.mm, and fused ones; in a sweep also norms apart, and dependent launches."""
     hidden = model.hidden
     shapes = [(p.weight_rows, p.k) for p in products(model)[:4]]
     weights: list[list[Tensor]] = []
@@ -432,11 +433,12 @@ def measure_chain(bench: Bench, model: Model) -> Iterator[Row]:
 
         return call
 
-    variants = {"torch.mm, separate": separate}
-    for pdl in (False, True) if bench.on_gpu else (False,):
-        suffix = ", pdl" if pdl else ""
-        variants[f"norm apart, gemv{suffix}"] = ours(apart=True, pdl=pdl)
-        variants[f"fused{suffix}"] = ours(apart=False, pdl=pdl)
+    variants = {"torch.mm, separate": separate, "fused": ours(apart=False, pdl=False)}
+    if sweep:
+        variants["norm apart, gemv"] = ours(apart=True, pdl=False)
+    if sweep and bench.on_gpu:
+        variants["norm apart, gemv, pdl"] = ours(apart=True, pdl=True)
+        variants["fused, pdl"] = ours(apart=False, pdl=True)
     num_bytes = sum(n * k for n, k in shapes) * bench.dtype.itemsize
     for name, call in variants.items():
 
@@ -447,46 +449,68 @@ def measure_chain(bench: Bench, model: Model) -> Iterator[Row]:
 
 
 def measure() -> list[Row]:
-    """All figures, as lines with the model, what was timed, the variant, microseconds and GB/s
-    (or the error)."""
+    """What is used beside torch's own: lines with the model, what was timed, microseconds of
+    both and GB/s of ours (or the error)."""
+    lines: dict[tuple[str, str], Row] = {}
+    for row in run(sweep=False):
+        about = {key: row[key] for key in ("model", "what")}
+        line = lines.setdefault(
+            (row["model"], row["what"]), {**about, "us": None, "GB/s": None, "torch_us": None}
+        )
+        if "error" in row:
+            line["error"] = f"{row['variant']}: {row['error']}"
+        elif row["variant"].startswith("torch"):
+            line["torch_us"] = row["us"]
+        else:
+            line |= {"us": row["us"], "GB/s": row["GB/s"]}
+    return list(lines.values())
+
+
+def run(*, sweep: bool) -> list[Row]:
+    """Lines with the model, what was timed, the variant, microseconds and GB/s (or the error).
+
+    :param sweep: all variants; else those that are used, and torch's.
+    """
     if not torch.cuda.is_available():
-        return _measure(TINY, tokens=[1, 3], many=[4])
-    _compile()
-    return _measure(MODELS, tokens=[1, 64, 8192], many=[2048, 8192])
+        return _run(TINY, sweep=sweep, tokens=[1, 3], many=[4])
+    _compile(sweep)
+    return _run(MODELS, sweep=sweep, tokens=[1, 64, 8192], many=[2048, 8192])
 
 
-def _measure(models: list[Model], *, tokens: list[int], many: list[int]) -> list[Row]:
+def _run(models: list[Model], *, sweep: bool, tokens: list[int], many: list[int]) -> list[Row]:
     torch.manual_seed(0)
     bench = Bench(models)
-    rows = []
-    for part in (
-        measure_products(bench, models),
-        *(measure_chain(bench, model) for model in models),
-        measure_layers(bench, models, tokens),
-        measure_gate_up(bench, models[0], many),
-    ):
+    parts = [
+        measure_products(bench, models, sweep=sweep),
+        *(measure_chain(bench, model, sweep=sweep) for model in models),
+        measure_layers(bench, models if sweep else models[:1], tokens),
+    ]
+    if sweep:
+        parts.append(measure_gate_up(bench, models[0], many))
+    rows: list[Row] = []
+    for part in parts:
         start = time.perf_counter()
         rows.extend(part)
         print(f"# {len(rows)} lines, {time.perf_counter() - start:.1f} s", file=sys.stderr)
     return rows
 
 
-def _compile() -> None:
+def _compile(sweep: bool) -> None:
     """Compile the matrix-vector products into Triton's cache, in several processes."""
     start = time.perf_counter()
-    command = [sys.executable, "-P", __file__, "--compile"]
+    command = [sys.executable, "-P", __file__, *(["--sweep"] if sweep else []), "--compile"]
     processes = [subprocess.Popen([*command, str(i)]) for i in range(COMPILERS)]
     for process in processes:
         process.wait()
     print(f"# compiled in {time.perf_counter() - start:.1f} s", file=sys.stderr)
 
 
-def _compile_share(share: int) -> None:
+def _compile_share(share: int, *, sweep: bool) -> None:
     bench = Bench(MODELS, cold=False)
     jobs: list[tuple[Product, GemvConfig | None, bool]] = [
-        (product, config, False) for _, product, config in cases(MODELS)
+        (product, config, False) for _, product, config in cases(MODELS, sweep=sweep)
     ]
-    for model in MODELS:
+    for model in MODELS if sweep else []:
         for product in products(model)[:4]:
             for form in {product, replace(product, norm=False)}:
                 jobs += [(form, None, False), (form, None, True)]
@@ -500,13 +524,14 @@ def _compile_share(share: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
+    parser.add_argument("--sweep", action="store_true", help="try many variants")
     parser.add_argument("--json", metavar="FILE", help="write the lines to a file as well")
     parser.add_argument("--compile", type=int, metavar="SHARE", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.compile is not None:
-        _compile_share(arguments.compile)
+        _compile_share(arguments.compile, sweep=arguments.sweep)
         return
-    rows = measure()
+    rows = run(sweep=arguments.sweep)
     before = None
     for row in rows:
         head = f"{row['model']} {row['what']}"

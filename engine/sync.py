@@ -107,11 +107,14 @@ class LLM:
             raise InvalidParamsError("params", len(params), f"one for each of {len(batch)} prompts")
         if self._engine.health().status == "closed":
             raise EngineClosedError("the engine is closed; open a new one")
-        future = self._portal.start_task_soon(self._generate, batch, each, use_tqdm)
+        call = _Call()
         try:
-            completions = future.result()
+            completions = self._portal.start_task_soon(
+                self._generate, call, batch, each, use_tqdm
+            ).result()
         except BaseException:
-            future.cancel()  # Ctrl-C ends what runs, too
+            # Ctrl-C ends what runs, too, even if it came before we had anything to cancel.
+            self._portal.start_task_soon(call.cancel)
             raise
         return completions if _are_many(prompts) else completions[0]
 
@@ -127,6 +130,19 @@ class LLM:
         self._portal.call(self._engine.aclose)
 
     async def _generate(
+        self,
+        call: _Call,
+        prompts: list[PromptLike],
+        params: list[SamplingParams | None],
+        use_tqdm: bool,
+    ) -> list[Completion]:
+        with anyio.CancelScope() as call.scope:
+            if call.cancelled:
+                call.scope.cancel()
+            return await self._generate_all(prompts, params, use_tqdm)
+        return []  # to nobody
+
+    async def _generate_all(
         self, prompts: list[PromptLike], params: list[SamplingParams | None], use_tqdm: bool
     ) -> list[Completion]:
         completions: list[Completion | None] = [None] * len(prompts)
@@ -148,6 +164,20 @@ class LLM:
                 # The first error is what a caller without tasks expects.
                 raise group.exceptions[0] from None
         return [completion for completion in completions if completion is not None]
+
+
+class _Call:
+    """A call that may be given up. All of it belongs to the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.scope: anyio.CancelScope | None = None
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        """End it, whether it has begun or not."""
+        self.cancelled = True
+        if self.scope is not None:
+            self.scope.cancel()
 
 
 def _progress_bar(total: int) -> Any:

@@ -22,12 +22,14 @@ def modules() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(ROOT / "benchmarks")
         import gpu
+        import gpu_numerics
         import gpu_report
         import gpu_stages
         import gpu_workloads
 
         class Modules:
             main, report, stages, workloads = gpu, gpu_report, gpu_stages, gpu_workloads
+            numerics = gpu_numerics
 
         yield Modules
 
@@ -124,6 +126,31 @@ def test_busy_time_is_the_union_and_a_stall_is_a_long_gap(modules: Any) -> None:
     assert busy(starts, ends) == (35_000.0, pytest.approx(30_000 / 70_000))
 
 
+def test_answers_are_compared_up_to_the_first_difference(modules: Any) -> None:
+    answer, compare = modules.numerics.Answer, modules.numerics.compare
+    ours = [
+        answer((1, 2, 3), (-0.5, -0.25, -1.0)),
+        answer((1, 2, 3), (-0.5, -1.0, -2.0)),
+        answer((4, 5, 6), (-1.0, -1.0, -1.0)),
+    ]
+    theirs = [
+        answer((1, 2, 3), (-0.5, -0.75, -1.0)),
+        answer((1, 9, 3), (-0.75, -8.0, -9.0)),
+        answer((5, 5, 6), (-3.0, -1.0, -1.0)),
+    ]
+    assert compare(ours, theirs) == {
+        "answers": 3,
+        "answers_differ": 2,
+        "tokens": 3 + 2 + 1,
+        "flip_share": 2 / 6,
+        "logprob_apart_p50": 0.125,
+        "logprob_apart_max": 0.5,
+    }
+    nothing_shared = compare(ours[2:], theirs[2:])
+    assert nothing_shared["flip_share"] == 1.0
+    assert nothing_shared["logprob_apart_max"] is None
+
+
 # -- orchestration --------------------------------------------------------------------------------
 
 
@@ -162,6 +189,28 @@ def test_what_pytest_said(modules: Any) -> None:
         "failed": [lines[0]],
     }
     assert modules.main.parse_pytest(["Killed"]) == {"counts": {}, "failed": []}
+
+
+def test_failed_tests_are_named_when_pytest_is_cut_off(modules: Any) -> None:
+    alone = [
+        "tests/test_x.py::test_a PASSED                                    [ 25%]",
+        "tests/test_x.py::test_y[a b] FAILED                               [ 50%]",
+    ]
+    several = [
+        "[gw0] [ 25%] PASSED tests/test_x.py::test_a ",
+        "[gw11] [  5%] ERROR tests/test_x.py::test_z ",
+        "[gw0] [ 50%] FAILED tests/test_x.py::test_y[a b] ",
+        "ERROR    ragserve:core.py:12 a line of the log",
+    ]
+    parse = modules.main.parse_pytest
+    assert parse(alone)["failed"] == ["FAILED tests/test_x.py::test_y[a b]"]
+    assert parse(several)["failed"] == [
+        "ERROR tests/test_x.py::test_z",
+        "FAILED tests/test_x.py::test_y[a b]",
+    ]
+    # The summary says why, once.
+    summary = "FAILED tests/test_x.py::test_y[a b] - assert 1 == 2"
+    assert parse([*alone, summary])["failed"] == [summary]
 
 
 def test_what_the_other_engine_said(modules: Any) -> None:
@@ -255,7 +304,7 @@ def test_a_run_on_the_cpu_from_stages_to_page(modules: Any, tmp_path: Path) -> N
     page = tmp_path / "page.md"
     page.write_text(PAGE)
     command = (
-        "--device cpu --dims tiny --repeat 1 --stages w2,w3,w4,host-7b,consumers-7b "
+        "--device cpu --dims tiny --repeat 1 --stages w2,w3,w4,host-7b,consumers-7b,numerics "
         "--knob w4:kv_cache_bytes=1"
     )
     folders = ["--out", str(tmp_path / "out"), "--write", str(page)]
@@ -274,6 +323,18 @@ def test_a_run_on_the_cpu_from_stages_to_page(modules: Any, tmp_path: Path) -> N
     assert [r["sequences"] for r in results.rows("host-7b", "steady")] == [1, 4]
     modes = [r["mode"] for r in results.rows("consumers-7b", "consumers")]
     assert sorted(modes) == ["drain", "drain", "sse", "sse"]
-    for part in ("W2: RAG", "steady decoding", "64 consumers", "- w4: OutOfMemoryError"):
+    numerics = {r["pair"]: r for r in results.rows("numerics", "numerics")}
+    assert len(numerics) == 5
+    assert all(r["answers"] == 4 and r["tokens"] > 0 for r in numerics.values())
+    assert numerics["float32, alone / at once"]["answers_differ"] == 0
+    warm = numerics["bfloat16, at once / at once from a warm cache"]
+    assert 0 < warm["cached_tokens"] < warm["prompt_tokens"]
+    for part in (
+        "W2: RAG",
+        "steady decoding",
+        "64 consumers",
+        "What batch and cache change in bfloat16",
+        "- w4: OutOfMemoryError",
+    ):
         assert part in page.read_text()
         assert part in done.stdout[-6000:]
