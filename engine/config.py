@@ -44,7 +44,7 @@ class EngineConfig:
     """Share of the GPU memory that is free at open which the engine may take, weights and all,
     if `kv_cache_bytes` does not say how much KV there is to be."""
     enforce_eager: bool = False
-    """Run decode steps kernel by kernel rather than replay CUDA graphs: slower, opens faster."""
+    """Run steps kernel by kernel rather than replay CUDA graphs: slower, opens faster."""
     enable_prefix_caching: bool = True
     max_num_seqs: int = 64
     """Most sequences computed in one step."""
@@ -54,7 +54,8 @@ class EngineConfig:
     max_num_mixed_tokens: int | None = None
     """Most tokens computed in a step with prompts in which answers go on too: bounds the wait of
     streams more tightly, without making smaller the steps in which nobody waits. None on a GPU is
-    as many as it computes in 40 ms, measured at open; on a CPU it is no such limit."""
+    as many as it computes in 40 ms, measured at open and without attention, which takes longer the
+    longer the prompts are; on a CPU it is no such limit."""
     multi_step_seconds: float = 0.010
     """Most seconds of decode steps that a device takes between two touches of the host, while
     nothing but answers is to be computed: tokens arrive in groups of as many steps. Twice as many

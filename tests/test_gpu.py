@@ -24,6 +24,8 @@ import triton
 
 from ragserve.engine import Engine, SamplingParams
 
+pytestmark = pytest.mark.triton  # as `make test` runs the GPU's only once
+
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
 MEDIUM: dict[str, Any] = {

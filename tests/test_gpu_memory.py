@@ -17,6 +17,8 @@ if not torch.cuda.is_available():
 
 from ragserve.engine import Engine, InvalidParamsError, OutOfMemoryError, SamplingParams
 
+pytestmark = pytest.mark.triton  # as `make test` runs the GPU's only once
+
 DEVICE = torch.device("cuda", 0)
 MIB = 1 << 20
 MEDIUM: dict[str, Any] = {

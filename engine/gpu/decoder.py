@@ -1,7 +1,7 @@
 """The decoder's layers on Triton kernels and cuBLAS, over buffers that are made once.
 
-A step allocates nothing, so that memory is known when the engine is opened and a CUDA graph can
-replay it.
+The layers allocate nothing, so that memory is known when the engine is opened and a CUDA graph
+can replay them.
 """
 
 from __future__ import annotations

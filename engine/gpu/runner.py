@@ -3,7 +3,8 @@
 A step that only decodes is a CUDA graph in which the device feeds itself: it looks up each
 sequence's token, position and blocks, runs the layers, samples, and moves the sequence on. The
 host replays it as often as the plan has steps, and looks at the tokens when they have come back.
-A step with prompts is enqueued kernel by kernel, from arrays that the host lays out.
+A step with prompts reads arrays that the host lays out; short ones are graphs too, long ones are
+enqueued kernel by kernel.
 """
 
 from __future__ import annotations
@@ -145,8 +146,7 @@ class GPURunner:
 
     @torch.inference_mode()
     def prepare(self, pools: list[KVLayer]) -> None:
-        """Take the KV memory; compile and load all that a request may need, and record the
-        decode ops.
+        """Take the KV memory; compile and load all that a request may need, and record graphs.
 
         :param pools: of each layer.
         """
@@ -167,7 +167,7 @@ class GPURunner:
         started = 0.0
         for num_tokens in (*(size for size in _WARM_UP_TOKENS if size < most), most, most):
             prompts = min(num_tokens, 2) - 1
-            for samples in (1 + prompts, 1):
+            for samples in (min(1 + prompts, self._most_singles), 1):
                 layout = BatchLayout(
                     singles=1,
                     tokens=num_tokens,

@@ -2,7 +2,7 @@
 
 A sequence that runs has a *seat*: a line with its next token, position and sampling parameters,
 and a line of the block tables. The device moves a seat on by itself from token to token; the host
-writes to it only when a sequence comes, gets a block, or is to go on from another token.
+writes to it only when a sequence comes or gets a block.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Seats:
 
     :param num_seats: most sequences at a time.
     :param max_blocks: most blocks of a sequence.
-    :param vocab_size: width of the edit tables.
+    :param workspace: holds the edit tables; a seat's row has the seat's number.
     :ivar state: the tensors; their last seat belongs to nobody, for padding.
     """
 
