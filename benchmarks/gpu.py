@@ -58,6 +58,7 @@ is compiling, and on the CPU; the other has to be alone on the device."""
 CHECK_SECONDS = 170.0
 
 PEERS: dict[str, tuple[str, float]] = {
+    "v7": ("--model qwen2.5-7b --works w1,w3,w2on --prefix 1 --reps 2", 240.0),
     "v7off": ("--model qwen2.5-7b --works w1,w3,w2off --prefix 0 --reps 2", 240.0),
     "v7on": ("--model qwen2.5-7b --works w2on --prefix 1 --reps 2", 150.0),
     "v05": ("--model qwen2.5-0.5b --works w1,w3 --prefix 0 --reps 2", 120.0),

@@ -170,28 +170,24 @@ def trained(
 def test_a_trained_model_answers_like_transformers(
     trained: tuple[Path, list[list[int]]],
 ) -> None:
+    """Token for token, but where two tokens are as good as equally likely: there the order of
+    additions decides, which differs between implementations."""
     folder, prompts = trained
     params = SamplingParams.greedy(max_tokens=32, ignore_eos=True)
-    for name in ("float32", "bfloat16"):
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=getattr(torch, name)
-        ).to(DEVICE)
-        expected = []
-        for prompt in prompts:
-            ids = torch.tensor([prompt], device=DEVICE)
-            out = model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=32,
-                min_new_tokens=32,
-                pad_token_id=0,
-            )
-            expected.append(out[0, len(prompt) :].tolist())
+    exact = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    exact = exact.to(DEVICE)
+    for name, near in (("float32", 1e-3), ("bfloat16", 0.2)):
         answers = ask_all(folder, prompts, params, dtype=name)
-        same = sum(list(a.token_ids) == e for a, e in zip(answers, expected, strict=True))
-        print(f"{name}: {same} of {len(prompts)} answers of 32 tokens equal transformers'")
-        assert same == len(prompts) if name == "float32" else same >= 0.6 * len(prompts)
+        same = 0
+        for prompt, answer in zip(prompts, answers, strict=True):
+            ours = list(answer.token_ids)
+            ids = torch.tensor([prompt + ours], device=DEVICE)
+            with torch.inference_mode():
+                logits = exact(ids).logits[0, len(prompt) - 1 : -1]
+            chosen = logits.gather(1, ids[0, len(prompt) :, None])[:, 0]
+            assert (logits.amax(-1) - chosen).max().item() < near
+            same += logits.argmax(-1).tolist() == ours
+        assert same >= (0.95 if name == "float32" else 0.6) * len(prompts)
 
 
 # -- graphs, batches, compilers ------------------------------------------------------------------
