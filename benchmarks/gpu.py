@@ -303,7 +303,9 @@ class Run:
             tests = HERE.parent / "tests"
             files = [str(path) for pattern in patterns for path in sorted(tests.glob(pattern))]
             command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", "-rfE"]
-            command += ["-v", "-W", "default", "--tb", "short"]
+            # Without the project's -q: each name is to be there even if the run is cut off.
+            command += ["-o", "addopts=--import-mode=importlib", "-v", "-W", "default"]
+            command += ["--tb", "short"]
             if len(files) > 1 and importlib.util.find_spec("xdist") is not None:
                 command += ["-n", str(min(14, os.cpu_count() or 1))]
             lines: list[str] = []

@@ -58,8 +58,9 @@ class EngineConfig:
     longer the prompts are; on a CPU it is no such limit."""
     multi_step_seconds: float = 0.010
     """Most seconds of decode steps that a device takes between two touches of the host, while
-    nothing but answers is to be computed: tokens arrive in groups of as many steps. Twice as many
-    with more than 128 sequences. 0 is one step at a time, as always on a CPU."""
+    nothing but answers is to be computed: tokens arrive in groups of as many steps. With many
+    sequences up to three times as long, 150 µs for each. 0 is one step at a time, as always on a
+    CPU."""
     long_prefill_token_threshold: int | None = None
     """A prompt with more tokens than this left to compute is long: it takes at most half of a
     step that shorter prompts want too; None is twice `max_num_batched_tokens`."""

@@ -66,6 +66,10 @@ class Update:
         return self.delta.finish_reason is not None
 
 
+_TOUCH_NANOSECONDS = 150_000
+"""Per sequence: three times what the host needs to hand out the tokens of a plan."""
+
+
 class _Pace:
     """How many decode steps a plan may have, from how long they took: of batches alike in size.
 
@@ -84,9 +88,10 @@ class _Pace:
         step = self._step.get(num_seqs.bit_length())
         if step is None:
             return 1
-        # Handing tokens out costs some 50 µs a sequence, here and in who reads them.
-        nanoseconds = self._nanoseconds * (2 if num_seqs > 128 else 1)
-        return max(1, min(self._most, int(nanoseconds / step)))
+        # Handing tokens out costs some 50 µs a sequence, here and in who reads them: with many
+        # sequences it is done less often, or the device would wait for it.
+        wanted = min(num_seqs * _TOUCH_NANOSECONDS, 3 * self._nanoseconds)
+        return max(1, min(self._most, int(max(self._nanoseconds, wanted) / step)))
 
     def note(self, plan: StepPlan, nanoseconds: int) -> None:
         """Learn from a plan how long its steps took."""

@@ -1,6 +1,7 @@
-"""Tensors in, tensors out: one function per operation, dispatched by device.
+"""Tensors in, tensors out: one function per operation.
 
-`reference` holds the float32 oracle of each.
+What is here runs on a CPU; `triton` is a face of its own, with what a GPU runs. `reference` holds
+the float32 oracle of each.
 """
 
 from __future__ import annotations

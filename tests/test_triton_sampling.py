@@ -38,7 +38,7 @@ pytestmark = [pytest.mark.triton, pytest.mark.filterwarnings("ignore::RuntimeWar
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if ON_GPU else [torch.float32]
-EXAMPLES = 40 if ON_GPU else 10
+EXAMPLES = 40 if ON_GPU else 7
 NAN, INF = math.nan, math.inf
 
 
