@@ -14,7 +14,7 @@ from .request import Request
 from .sampler import InvalidLogitsError, Sampler, SamplingState
 from .scheduler import ScheduledChunk, StepPlan, StepResult
 
-__all__ = ["ModelRunner"]
+__all__ = ["ModelRunner", "prompt_targets", "sampling_state"]
 
 
 class ModelRunner:
@@ -79,7 +79,7 @@ class ModelRunner:
             return
         rows = torch.tensor([batch.query_starts[index + 1] - 1 for index in chosen])
         logits = backend.logits(hidden[rows])
-        states = [_sampling_state(plan.chunks[index].request) for index in chosen]
+        states = [sampling_state(plan.chunks[index].request) for index in chosen]
         try:
             tokens = self._sampler(logits, states)
         except InvalidLogitsError as error:
@@ -99,7 +99,7 @@ class ModelRunner:
     ) -> None:
         offset = 0
         for index, chunk in enumerate(plan.chunks):
-            targets = _prompt_targets(chunk)
+            targets = prompt_targets(chunk)
             if targets:
                 logits = backend.logits(hidden[offset : offset + len(targets)])
                 try:
@@ -111,7 +111,7 @@ class ModelRunner:
             offset += chunk.num_tokens
 
 
-def _prompt_targets(chunk: ScheduledChunk) -> list[int]:
+def prompt_targets(chunk: ScheduledChunk) -> list[int]:
     """The prompt tokens that follow the chunk's positions, if their log-probability is wanted."""
     request = chunk.request
     if request.params.prompt_logprobs is None or request.index > 0:
@@ -119,7 +119,8 @@ def _prompt_targets(chunk: ScheduledChunk) -> list[int]:
     return request.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
 
 
-def _sampling_state(request: Request) -> SamplingState:
+def sampling_state(request: Request) -> SamplingState:
+    """What the sampler knows of a request; made once."""
     state = request.sampler_state
     if not isinstance(state, SamplingState):
         state = request.sampler_state = SamplingState(

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rig import Answer, EngineRig
 
 from ragserve.engine import LLM, Engine, Prompt, SamplingParams, Segment
 from ragserve.engine.backend import make_backend, native_operations
@@ -26,9 +26,6 @@ from ragserve.engine.block_pool import BlockPool
 from ragserve.engine.config import EngineConfig
 from ragserve.engine.core import EngineCore
 from ragserve.engine.models import load_model
-from ragserve.engine.outputs import TokenLogprob
-from ragserve.engine.prompt import Retention, TokenizedPrompt
-from ragserve.engine.request import Request
 from ragserve.engine.runner import ModelRunner
 
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "smollm2")
@@ -50,16 +47,7 @@ def make_prompt(length: int, seed: int = 0) -> list[int]:
 PROMPTS = [make_prompt(length) for length in LENGTHS]
 
 
-@dataclass
-class Answer:
-    """What became of one choice of a request."""
-
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-
-
-class Rig:
+class Rig(EngineRig):
     """An engine core over a real model, stepped by the test."""
 
     def __init__(
@@ -70,71 +58,23 @@ class Rig:
         dtype: torch.dtype = torch.float32,
         **knobs: Any,
     ) -> None:
-        self.config = EngineConfig(**{"block_size": BLOCK_SIZE, **knobs})
+        config = EngineConfig(**{"block_size": BLOCK_SIZE, **knobs})
         cpu = torch.device("cpu")
         model = load_model(folder, dtype=dtype, device=cpu)
         backend = make_backend(
-            model,
-            native_operations(model),
-            num_blocks=num_blocks,
-            block_size=self.config.block_size,
+            model, native_operations(model), num_blocks=num_blocks, block_size=config.block_size
         )
         for memory in backend.pools:
             memory.fill_(float("nan"))
-        pool = BlockPool(num_blocks, enable_prefix_caching=self.config.enable_prefix_caching)
-        self.core = EngineCore(self.config, pool, ModelRunner(backend, num_threads=1))
-        self._count = 0
-
-    def add(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        segments: Sequence[int] | None = None,
-        **options: Any,
-    ) -> list[Answer]:
-        """Queue a request; one answer per choice."""
-        params = params or SamplingParams.greedy()
-        lengths = tuple(segments or (len(token_ids),))
-        prompt = TokenizedPrompt(list(token_ids), lengths, (Retention.ANSWER,) * len(lengths))
-        self._count += 1
-        answers: list[Answer] = []
-        for index in range(params.n):
-            request = Request(
-                f"request {self._count}",
-                prompt,
-                params,
-                block_size=self.config.block_size,
-                max_tokens=params.max_tokens or NUM_TOKENS,
-                seed=params.seed or 0,
-                index=index,
-                leader=answers[0].request if answers else None,
-                **options,
-            )
-            answers.append(Answer(request))
-        for answer in answers:
-            self.core.add(answer.request)
-        return answers
-
-    def step(self, answers: Iterable[Answer]) -> None:
-        """One step; what it gave goes to the answers."""
-        by_request = {id(answer.request): answer for answer in answers}
-        for update in self.core.step():
-            answer = by_request[id(update.request)]
-            answer.token_ids.extend(update.delta.token_ids)
-            answer.logprobs.extend(update.delta.logprobs or ())
+        pool = BlockPool(num_blocks, enable_prefix_caching=config.enable_prefix_caching)
+        core = EngineCore(config, pool, ModelRunner(backend, num_threads=1))
+        super().__init__(core, config, num_tokens=NUM_TOKENS)
 
     def finish(self, answers: list[Answer]) -> list[list[int]]:
-        """Step until all have ended; all memory must be accounted for then."""
-        for _ in range(10_000):
-            if not self.core.scheduler.has_requests:
-                break
-            self.step(answers)
+        """See `EngineRig.finish`; none of these answers ends but by its length."""
+        token_ids = super().finish(answers)
         assert all(answer.request.finish_reason == "length" for answer in answers)
-        self.core.check_integrity()
-        statistics = self.core.pool.statistics()
-        assert statistics.free + statistics.cached == statistics.total
-        return [answer.token_ids for answer in answers]
+        return token_ids
 
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any
@@ -142,15 +82,6 @@ class Rig:
         """One request, alone."""
         (ids,) = self.finish(self.add(token_ids, params, **options))
         return ids
-
-    def generate_all(self, prompts: Iterable[Sequence[int]], *, apart: int = 0) -> list[list[int]]:
-        """Several requests, each arriving `apart` steps after the one before."""
-        answers: list[Answer] = []
-        for token_ids in prompts:
-            answers += self.add(token_ids)
-            for _ in range(apart):
-                self.step(answers)
-        return self.finish(answers)
 
 
 @pytest.fixture(scope="module")

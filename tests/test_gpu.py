@@ -176,7 +176,7 @@ def test_a_trained_model_answers_like_transformers(
     params = SamplingParams.greedy(max_tokens=32, ignore_eos=True)
     exact = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     exact = exact.to(DEVICE)
-    for name, near in (("float32", 1e-3), ("bfloat16", 0.2)):
+    for name, near in (("float32", 1e-3), ("bfloat16", 0.5)):
         answers = ask_all(folder, prompts, params, dtype=name)
         same = 0
         for prompt, answer in zip(prompts, answers, strict=True):

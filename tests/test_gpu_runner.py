@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+
+from rig import Answer, EngineRig
 
 from ragserve.engine import InvalidParamsError, OutOfMemoryError, SamplingParams
 from ragserve.engine.backend import make_backend
@@ -25,9 +26,6 @@ from ragserve.engine.core import EngineCore
 from ragserve.engine.gpu import build_gpu
 from ragserve.engine.gpu.batch import BatchLayout
 from ragserve.engine.models import load_model
-from ragserve.engine.outputs import TokenLogprob
-from ragserve.engine.prompt import Retention, TokenizedPrompt
-from ragserve.engine.request import Request
 from ragserve.engine.runner import ModelRunner
 
 pytestmark = pytest.mark.triton
@@ -52,17 +50,7 @@ def make_prompt(length: int, seed: int = 0) -> list[int]:
     return ids
 
 
-@dataclass
-class Answer:
-    """What became of one choice of a request."""
-
-    request: Request
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    error: Exception | None = None
-
-
-class Rig:
+class Rig(EngineRig):
     """An engine core over a tiny model, stepped by the test.
 
     :param on_cpu: run the CPU's runner instead, on torch's operations.
@@ -83,79 +71,23 @@ class Rig:
         model = load_model(folder, dtype=dtype, device=device)
         shape = model.config
         size = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
-        self.config = EngineConfig(**options)
-        self.config = EngineConfig(
-            **options, kv_cache_bytes=num_blocks * size * self.config.block_size
-        )
+        block_size = options.get("block_size", 16)
+        config = EngineConfig(**options, kv_cache_bytes=num_blocks * size * block_size)
         runner: Any
         if on_cpu:
-            backend = make_backend(
-                model, None, num_blocks=num_blocks, block_size=self.config.block_size
-            )
+            backend = make_backend(model, None, num_blocks=num_blocks, block_size=block_size)
             runner = ModelRunner(backend, num_threads=1)
         else:
-            runner, built, num_bytes = build_gpu(model, self.config)
+            runner, built, num_bytes = build_gpu(model, config)
             assert built == num_blocks
-            assert num_bytes == self.config.kv_cache_bytes
+            assert num_bytes == config.kv_cache_bytes
             for pool in runner.pools:
                 pool.keys.fill_(float("nan"))
                 pool.values.fill_(float("nan"))
             if steps is not None:
                 runner.max_decode_steps = steps
-        self.core = EngineCore(self.config, BlockPool(num_blocks), runner)
-        self._count = 0
-
-    def add(
-        self,
-        token_ids: Sequence[int],
-        params: SamplingParams | None = None,
-        *,
-        segments: Sequence[int] | None = None,
-        **options: Any,
-    ) -> list[Answer]:
-        """Queue a request; one answer per choice."""
-        params = params or SamplingParams.greedy(ignore_eos=True)
-        lengths = tuple(segments or (len(token_ids),))
-        prompt = TokenizedPrompt(list(token_ids), lengths, (Retention.ANSWER,) * len(lengths))
-        self._count += 1
-        answers: list[Answer] = []
-        for index in range(params.n):
-            request = Request(
-                f"request {self._count}",
-                prompt,
-                params,
-                block_size=self.config.block_size,
-                max_tokens=params.max_tokens or NUM_TOKENS,
-                eos_token_ids=frozenset((1,)),
-                seed=params.seed or 0,
-                index=index,
-                leader=answers[0].request if answers else None,
-                **options,
-            )
-            answers.append(Answer(request))
-        for answer in answers:
-            self.core.add(answer.request)
-        return answers
-
-    def step(self, answers: Iterable[Answer]) -> None:
-        """One step; what it gave goes to the answers."""
-        by_request = {id(answer.request): answer for answer in answers}
-        for update in self.core.step():
-            answer = by_request[id(update.request)]
-            answer.token_ids.extend(update.delta.token_ids)
-            answer.logprobs.extend(update.delta.logprobs or ())
-            answer.error = answer.error or update.error
-
-    def finish(self, answers: list[Answer]) -> list[list[int]]:
-        """Step until all have ended; all memory must be accounted for then."""
-        for _ in range(2000):
-            if not self.core.scheduler.has_requests:
-                break
-            self.step(answers)
-        self.core.check_integrity()
-        statistics = self.core.pool.statistics()
-        assert statistics.free + statistics.cached == statistics.total
-        return [answer.token_ids for answer in answers]
+        core = EngineCore(config, BlockPool(num_blocks), runner)
+        super().__init__(core, config, num_tokens=NUM_TOKENS)
 
     def generate(
         self, token_ids: Sequence[int], params: SamplingParams | None = None, **options: Any

@@ -537,6 +537,17 @@ def test_splits_grow_with_idle_processors() -> None:
     assert attention.choose_splits(1, 4, 32_768, 132) >= 24
 
 
+@pytest.mark.parametrize("kib", [99, 227])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_prefill_tiles_fit_the_memory_of_a_program(
+    head_dim: int, dtype: torch.dtype, kib: int
+) -> None:
+    config = attention.prefill_config(head_dim, dtype, shared_memory=kib << 10)
+    keys_and_values = 2 * config.num_stages * config.block_n
+    assert (config.block_m + keys_and_values) * head_dim * dtype.itemsize <= kib << 10
+
+
 def test_tiles_cover_every_row_once() -> None:
     query_lens, context_lens = [40, 1, 7], [0, 30, 100]
     starts = [np.arange(0, 40, 16), np.array([0, 16, 20]), np.array([0, 5, 21, 90, 106])]

@@ -19,14 +19,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ragserve.kernels import KVLayer, philox
+from ragserve.kernels import KVLayer
 from ragserve.kernels import triton as ops
 
 from ..config import EngineConfig
 from ..models import DecoderModel
 from ..outputs import TokenLogprob
 from ..request import Request
-from ..sampler import InvalidLogitsError, Sampler, SamplingState
+from ..runner import prompt_targets, sampling_state
+from ..sampler import InvalidLogitsError, Sampler
 from ..scheduler import ScheduledChunk, StepPlan, StepResult
 from .batch import BatchLayout, BatchTensors, PackedBatch, pack_batch
 from .decoder import GPUDecoder, Residual
@@ -472,7 +473,7 @@ class GPURunner:
             if not request.samples_on_host:
                 continue
             try:
-                (token,) = self._sampler(logits[row : row + 1].float(), [_state_of(request)])
+                (token,) = self._sampler(logits[row : row + 1].float(), [sampling_state(request)])
             except InvalidLogitsError:
                 result.errors[index] = InvalidLogitsError([row])
                 continue
@@ -487,9 +488,9 @@ class GPURunner:
         for index, last in zip(batch.order, batch.last_tokens, strict=True):
             chunk = plan.chunks[index]
             request, start = chunk.request, last + 1 - chunk.num_tokens
-            if not _wants_prompt_logprobs(chunk):
+            targets = prompt_targets(chunk)
+            if not targets:
                 continue
-            targets = request.prompt_token_ids[chunk.start + 1 : chunk.end + 1]
             size = len(self.decoder.logits)
             values: list[TokenLogprob] = []
             try:
@@ -506,28 +507,9 @@ class GPURunner:
             result.prompt_logprobs[index] = values
 
 
-def _wants_prompt_logprobs(chunk: ScheduledChunk) -> bool:
-    request = chunk.request
-    return request.params.prompt_logprobs is not None and request.index == 0 and not chunk.decode
-
-
 def _needs_host(chunk: ScheduledChunk) -> bool:
     """Whether the host has to look at the logits of a step."""
-    return chunk.request.samples_on_host or _wants_prompt_logprobs(chunk)
-
-
-def _state_of(request: Request) -> SamplingState:
-    state = request.sampler_state
-    if not isinstance(state, SamplingState):
-        state = request.sampler_state = SamplingState(
-            params=request.params,
-            seed=philox.derive_seed(request.seed, request.index),
-            prompt_token_ids=request.prompt_token_ids,
-            output_token_ids=request.output_token_ids,
-            eos_token_ids=request.eos_token_ids,
-            bad_word_ids=request.bad_word_ids,
-        )
-    return state
+    return chunk.request.samples_on_host or bool(prompt_targets(chunk))
 
 
 def _add_logprobs(
