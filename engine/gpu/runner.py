@@ -108,6 +108,7 @@ class GPURunner:
         )
         self._kv_slots = torch.full((max_num_seqs,), -1, dtype=torch.int64, device=device)
         self._known_rows: list[int] = []
+        self._cuts: dict[int, tuple[ops.DecodeConfig, int]] = {}
         self._results = [
             stream.host_buffer(self._workspace.out_tokens.numel()) for _ in range(self.depth + 1)
         ]
@@ -265,9 +266,7 @@ class GPURunner:
         block_counts: Tensor,
     ) -> None:
         shape, state = self.decoder.config, self._seats.state
-        config = ops.decode_config(
-            len(query) * shape.num_kv_heads, shape.head_dim, self.decoder.model.dtype
-        )
+        config, num_splits = self._cut(len(query))
         ops.paged_decode(
             query,
             self.pools[layer],
@@ -278,17 +277,21 @@ class GPURunner:
             block_tables=state.block_tables,
             block_starts=state.block_starts,
             workspace=self._attention,
-            num_splits=ops.choose_splits(
-                len(query),
-                shape.num_kv_heads,
-                self._max_len,
-                self._stream.num_processors,
-                config=config,
-            ),
+            num_splits=num_splits,
             scale=shape.attention_scale,
             window=shape.layer_windows[layer],
             config=config,
         )
+
+    def _cut(self, num_rows: int) -> tuple[ops.DecodeConfig, int]:
+        """How attention of so many single tokens is cut up; every layer asks."""
+        if num_rows not in self._cuts:
+            shape, num_sms = self.decoder.config, self._stream.num_processors
+            heads = shape.num_kv_heads
+            config = ops.decode_config(num_rows * heads, shape.head_dim, self.decoder.model.dtype)
+            splits = ops.choose_splits(num_rows, heads, self._max_len, num_sms, config=config)
+            self._cuts[num_rows] = config, splits
+        return self._cuts[num_rows]
 
     # -- steps with prompts -----------------------------------------------------------------
 

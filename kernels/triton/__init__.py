@@ -5,6 +5,7 @@ nothing waits for the device, so that a CUDA graph can record any of it.
 """
 
 from .attention import (
+    DecodeConfig,
     DecodeWorkspace,
     choose_splits,
     decode_config,
@@ -40,6 +41,7 @@ __all__ = [
     "rope_and_store",
     "silu_and_mul",
     # attention
+    "DecodeConfig",
     "DecodeWorkspace",
     "choose_splits",
     "decode_config",
