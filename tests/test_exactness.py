@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rig import Answer, EngineRig
+from rig import Answer, EngineRig, make_prompt
 
 from ragserve.engine import LLM, Engine, Prompt, SamplingParams, Segment
 from ragserve.engine.backend import make_backend, native_operations
@@ -36,12 +36,6 @@ LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 48, 64, 77, 130)
 """Prompts of every family: about block boundaries, and beyond Mistral's window of 24."""
 
 Oracle = Callable[..., list[int]]
-
-
-def make_prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * seed + length)
-    ids: list[int] = torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
-    return ids
 
 
 PROMPTS = [make_prompt(length) for length in LENGTHS]

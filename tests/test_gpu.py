@@ -21,21 +21,13 @@ if not torch.cuda.is_available():
 
 import transformers
 import triton
+from on_gpu import DEVICE, MEDIUM, MIB, SMALL_ENGINE
+from rig import make_prompt
 
 from ragserve.engine import Engine, SamplingParams
 
 pytestmark = pytest.mark.triton  # as `make test` runs the GPU's only once
 
-DEVICE = torch.device("cuda", 0)
-MIB = 1 << 20
-MEDIUM: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-}
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama3": {"head_dim": 80},
@@ -44,18 +36,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"head_dim": 128},
     "smollm2": {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576},
 }
-SMALL_ENGINE: dict[str, Any] = {
-    "device": "cuda",
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 512,
-    "kv_cache_bytes": 64 * MIB,
-}
-
-
-def make_prompt(length: int, seed: int = 0, vocab_size: int = 384) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * seed + length)
-    ids: list[int] = torch.randint(4, vocab_size, (length,), generator=generator).tolist()
-    return ids
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from rig import Answer, EngineRig
+from rig import Answer, EngineRig, make_prompt
 
 from ragserve.engine import InvalidParamsError, OutOfMemoryError, SamplingParams
 from ragserve.engine.backend import make_backend
@@ -42,12 +42,6 @@ VOCAB_SIZE = 384
 NUM_TOKENS = 7
 
 Oracle = Callable[..., list[int]]
-
-
-def make_prompt(length: int, seed: int = 0) -> list[int]:
-    generator = torch.Generator().manual_seed(1000 * seed + length)
-    ids: list[int] = torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
-    return ids
 
 
 class Rig(EngineRig):

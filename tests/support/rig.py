@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ragserve.engine import SamplingParams
 from ragserve.engine.config import EngineConfig
 from ragserve.engine.core import EngineCore
@@ -13,7 +15,16 @@ from ragserve.engine.outputs import TokenLogprob
 from ragserve.engine.prompt import Retention, TokenizedPrompt
 from ragserve.engine.request import Request
 
-__all__ = ["Answer", "EngineRig"]
+__all__ = ["Answer", "EngineRig", "make_prompt"]
+
+VOCAB_SIZE = 384
+
+
+def make_prompt(length: int, seed: int = 0) -> list[int]:
+    """Random tokens of the tiny models' vocabulary, none of them special."""
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    ids: list[int] = torch.randint(4, VOCAB_SIZE, (length,), generator=generator).tolist()
+    return ids
 
 
 @dataclass
