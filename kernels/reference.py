@@ -6,7 +6,6 @@ over speed.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 
 import torch
@@ -79,24 +78,27 @@ def paged_attention(
         Team, arXiv 2408.00118); None leaves them.
     """
     output = torch.empty(query.shape, dtype=torch.float32)
-    grouped = query.shape[1] // cache.keys.shape[1]
+    group = query.shape[1] // cache.keys.shape[1]
     for s, (start, end) in enumerate(itertools.pairwise(batch.query_starts)):
+        blocks, slots = _locate(batch, s)
         for t in range(start, end):
             position = int(batch.positions[t])
             first = 0 if window is None else max(0, position - window + 1)
-            seen = [_locate(batch, s, p) for p in range(first, position + 1)]
-            keys = torch.stack([cache.keys[b, :, i] for b, i in seen], dim=1).float()
-            values = torch.stack([cache.values[b, :, i] for b, i in seen], dim=1).float()
-            for head in range(query.shape[1]):
-                scores = keys[head // grouped] @ query[t, head].float() * scale
-                if soft_cap is not None:
-                    scores = soft_cap * torch.tanh(scores / soft_cap)
-                output[t, head] = torch.softmax(scores, dim=0) @ values[head // grouped]
+            seen = slice(first, position + 1)
+            keys = cache.keys[blocks[seen], :, slots[seen]].transpose(0, 1).float()
+            values = cache.values[blocks[seen], :, slots[seen]].transpose(0, 1).float()
+            # Each KV head meets the query heads of its group: [heads, 1 or seen, head_dim].
+            keys, values = (x.repeat_interleave(group, dim=0) for x in (keys, values))
+            scores = query[t, :, None].float() @ keys.transpose(1, 2) * scale
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            output[t] = (torch.softmax(scores, dim=2) @ values)[:, 0]
     return output
 
 
-def _locate(batch: PagedBatch, sequence: int, position: int) -> tuple[int, int]:
-    """Where the token at `position` of a sequence is stored: block, and slot in it."""
-    starts = batch.block_starts[sequence].tolist()
-    index = bisect.bisect_right(starts, position) - 1
-    return int(batch.block_tables[sequence, index]), position - starts[index]
+def _locate(batch: PagedBatch, sequence: int) -> tuple[Tensor, Tensor]:
+    """Where the tokens of a sequence are stored: of each position its block, and its slot in it."""
+    positions = torch.arange(batch.seq_lens[sequence])
+    starts = batch.block_starts[sequence].cpu()
+    index = torch.searchsorted(starts, positions, right=True) - 1
+    return batch.block_tables[sequence].cpu()[index].long(), positions - starts[index]

@@ -482,13 +482,16 @@ def test_long_sequences(dtype: torch.dtype) -> None:
         Sequence((3000,)),
         Sequence((500,) * 5),
         Sequence((40,)),
-        Sequence((700, 700, 600), 64),
-        Sequence((2000,), 50),
-        Sequence((400,), 400),
+        Sequence((700, 700, 600), 20),
+        Sequence((2000,), 12),
+        Sequence((400,), 90),
     ]
     case = make_case(step, num_kv_heads=4, group=7, head_dim=128, dtype=dtype)
-    for num_splits in (1, 11, 66):
-        case.check(decode=None, prefill=None, num_splits=num_splits)
+    tolerance = TOLERANCE[dtype]
+    expected = case.expected(None, None)  # of so many keys it takes a second
+    for num_splits in (1, 11, 40):
+        output = case.run(decode=None, prefill=None, num_splits=num_splits)
+        torch.testing.assert_close(output.float(), expected, rtol=tolerance, atol=tolerance)
     case.check(decode=None, prefill=None, window=900)
 
 
