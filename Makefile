@@ -9,12 +9,14 @@ PIP := $(PY) -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed.stamp
 WHEEL_CHECK := build/wheel-check
 PYTEST_ARGS ?=
+WEB_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format typecheck wheel venv clean
+.PHONY: help demo web test lint format typecheck wheel venv clean
 
 help:
 	@echo "make demo     answer questions about Python from its own documentation"
+	@echo "make web      a page to ask the same corpus in a browser (WEB_ARGS=...)"
 	@echo "make test     lint, type-check the wheel, run the tests (PYTEST_ARGS=...)"
 	@echo "make lint     ruff: rules and formatting"
 	@echo "make format   ruff: fix what can be fixed, format"
@@ -24,11 +26,14 @@ help:
 demo: $(INSTALLED)
 	$(VENV)/bin/ragserve demo
 
-# Twice: on torch's operations, and on the C kernels if they could be built. The GPU kernels, which
-# Triton's interpreter runs where there is no GPU, have nothing to do with either.
+web: $(INSTALLED)
+	$(PY) examples/webapp/app.py $(WEB_ARGS)
+
+# What computes on the CPU is run twice: on the C kernels, if they could be built, and on torch's
+# operations.
 test: lint typecheck
-	RAGSERVE_NATIVE=0 $(PY) -m pytest $(PYTEST_ARGS)
-	$(PY) -m pytest -m "not triton" $(PYTEST_ARGS)
+	$(PY) -m pytest $(PYTEST_ARGS)
+	RAGSERVE_NATIVE=0 $(PY) -m pytest -m cpu $(PYTEST_ARGS)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
@@ -67,4 +72,4 @@ $(INSTALLED): requirements-dev.txt requirements-models.txt pyproject.toml kernel
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	find ragserve engine kernels tests benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find ragserve engine kernels tests benchmarks examples -name __pycache__ -prune -exec rm -rf {} +

@@ -3,7 +3,7 @@
 from .cache import cache_directory
 from .config import EngineConfig
 from .core import EngineCore, Runner, Update
-from .engine import Engine, Health, Statistics
+from .engine import Engine, Health
 from .errors import (
     EngineClosedError,
     EngineDeadError,
@@ -23,6 +23,15 @@ from .prompt import Prompt, PromptLike, Retention, Segment, SegmentKind, Tokeniz
 from .request import Chunk, Request, Timeline
 from .sampling import SamplingParams
 from .scheduler import SampledToken, ScheduledChunk, StepPlan, StepResult
+from .statistics import (
+    STAGE_BOUNDARIES,
+    Distribution,
+    FinishedRequest,
+    Histogram,
+    Listener,
+    Listeners,
+    Statistics,
+)
 from .stream import Stream
 from .sync import LLM
 from .text import Tokenizer
@@ -36,6 +45,9 @@ __all__ = [
     "SamplingParams",
     "Health",
     "Statistics",
+    "Distribution",
+    "FinishedRequest",
+    "Listener",
     # prompts
     "Prompt",
     "PromptLike",
@@ -78,6 +90,9 @@ __all__ = [
     "Tokenizer",
     "Update",
     # for the floor above
+    "STAGE_BOUNDARIES",
+    "Histogram",
+    "Listeners",
     "cache_directory",
     "current_event_loop",
     "run_in",

@@ -74,6 +74,10 @@ class EngineConfig:
     """Most prompt tokens waiting to be started; None is no limit."""
     queue_timeout: float | None = None
     """Seconds a request may wait to be started; None is for ever."""
+    stream_interval: float = 0.020
+    """Seconds between two deltas of a stream: what comes sooner is joined, so that a fast model
+    does not spend the application's time on waking it for every token. A stream's first delta and
+    its last are never held back. 0 gives each step's tokens at once."""
     stream_buffer_tokens: int = 256
     """A stream with this many tokens unread is paused until its consumer reads."""
     num_tokenizers: int = 2
@@ -127,6 +131,8 @@ class EngineConfig:
             raise InvalidParamsError(
                 "multi_step_seconds", self.multi_step_seconds, "seconds, at least 0"
             )
+        if not 0.0 <= self.stream_interval < float("inf"):
+            raise InvalidParamsError("stream_interval", self.stream_interval, "seconds, at least 0")
         if self.queue_timeout is not None and not 0.0 < self.queue_timeout < float("inf"):
             raise InvalidParamsError(
                 "queue_timeout", self.queue_timeout, "seconds greater than 0, or None"

@@ -14,6 +14,7 @@ from .errors import QueueTimeoutError
 from .outputs import Delta, FinishReason, TokenLogprob
 from .request import Request, RequestState
 from .scheduler import Scheduler, StepPlan, StepResult
+from .statistics import Recorder
 
 __all__ = ["EngineCore", "Runner", "Update"]
 
@@ -124,6 +125,7 @@ class EngineCore:
         self.pool = pool
         self.runner = runner
         self.scheduler = Scheduler(config, pool)
+        self.recorder = Recorder()
         self._launched: deque[_Launched] = deque()
         """In order, at most as many as the runner's depth."""
         self._last_ended = 0
@@ -253,6 +255,7 @@ class EngineCore:
                 if sink.stop_reason is not None:
                     count, reason = sink.num_tokens - len(request.output_token_ids), "stop"
         kept = tuple(token_ids[:count])
+        self.recorder.tokens(request, count, at)
         self.scheduler.append(request, kept, at)
         self.generated_tokens += count
         delta = Delta(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -66,13 +67,19 @@ class Driver:
         self._subscribers: dict[Request, weakref.ref[Subscriber]] = {}
         self._finish_interval = 1.0
         self._last_finish = time.monotonic()
-        self.num_finished: dict[str, int] = {"stop": 0, "length": 0, "abort": 0, "error": 0}
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._pid = os.getpid()
 
     @property
     def state(self) -> DriverState:
         """ready, draining (ends what runs, takes no more), closed, or dead (a step failed)."""
-        return self._state
+        return "closed" if self.forked else self._state
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is another process than the one it was made in: its thread is not here, and
+        its locks may be held by threads that are not here either."""
+        return os.getpid() != self._pid
 
     @property
     def cause(self) -> BaseException | None:
@@ -99,6 +106,7 @@ class Driver:
         :raises EngineDeadError: if a step has failed.
         """
         first, reference = requests[0], weakref.ref(subscriber)
+        self._check_process()
         with self._lock:
             self.check_open()
             self._check_room(first.num_prompt_tokens)
@@ -140,6 +148,7 @@ class Driver:
         :raises EngineDeadError: if a step has failed.
         """
         future: Future[T] = Future()
+        self._check_process()
 
         def run() -> None:
             if future.set_running_or_notify_cancel():
@@ -154,12 +163,19 @@ class Driver:
             self._commands.put(run)
         return future
 
+    def note_rejected(self, error: Exception) -> None:
+        """Count a request that was refused before it was submitted, or when it was."""
+        if not self.forked:
+            self._core.recorder.rejected(error)
+
     def drain(self) -> None:
         """Take no more requests; the thread ends when those it has are over.
 
         They run on even if nobody reads them: what is left to generate is bounded, and an end
         that waits for a consumer might never come.
         """
+        if self.forked:
+            return
         with self._lock:
             if self._state == "ready":
                 self._state = "draining"
@@ -167,6 +183,8 @@ class Driver:
 
     def terminate(self) -> None:
         """End every request with EngineClosedError; the thread ends after its current step."""
+        if self.forked:
+            return
         with self._lock:
             if self._state in ("ready", "draining"):
                 self._state = "closed"
@@ -184,6 +202,7 @@ class Driver:
         :raises EngineClosedError: if the engine is closing or closed.
         :raises EngineDeadError: if a step has failed.
         """
+        self._check_process()
         if self._state == "dead":
             raise EngineDeadError(
                 f"the engine died of {self._cause!r}; open a new one"
@@ -191,6 +210,14 @@ class Driver:
         if self._state != "ready":
             raise EngineClosedError(
                 f"the engine is {self._state} and takes no more requests; open a new one"
+            )
+
+    def _check_process(self) -> None:
+        if self.forked:
+            raise EngineClosedError(
+                f"the engine was opened in process {self._pid} and this is process {os.getpid()}, "
+                "forked from it: threads stay behind in a fork; open an engine in each worker, "
+                "after it was forked"
             )
 
     def _check_room(self, num_tokens: int) -> None:
@@ -208,7 +235,7 @@ class Driver:
     # -- the thread -----------------------------------------------------------------------
 
     def _command(self, command: Callable[[], object]) -> None:
-        if not self._over:
+        if not (self._over or self.forked):
             self._commands.put(command)
 
     def _end_at_exit(self) -> None:
@@ -311,7 +338,8 @@ class Driver:
 
     def _note_finish(self, update: Update) -> None:
         del self._subscribers[update.request]
-        self.num_finished[update.delta.finish_reason or "abort"] += 1
+        reason = update.delta.finish_reason or "abort"
+        self._core.recorder.finished(update.request, reason, update.error)
         now = time.monotonic()
         self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
         self._last_finish = now

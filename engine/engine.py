@@ -31,49 +31,13 @@ from .outputs import Completion
 from .prompt import PromptLike, TokenizedPrompt
 from .request import Request, Timeline
 from .sampling import SamplingParams
+from .statistics import Listener, Statistics
 from .stream import Stream, open_letters
 from .text import Tokenizer
 
-__all__ = ["Engine", "Health", "Statistics"]
+__all__ = ["Engine", "Health"]
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Statistics:
-    """What an engine is doing and has done since it was opened."""
-
-    num_running: int
-    """Sequences with a seat in the current steps."""
-    num_waiting: int
-    """Sequences that wait for a seat: new, preempted, or following another choice's prompt."""
-    blocks_total: int
-    blocks_used: int
-    """Held by live requests."""
-    blocks_cached: int
-    """Held by nobody, but found by a request with their prefix."""
-    prefix_query_tokens: int
-    """Prompt tokens of all started requests."""
-    prefix_hit_tokens: int
-    """Of those, found in the cache."""
-    prompt_tokens: int
-    """Prompt tokens computed."""
-    generated_tokens: int
-    num_steps: int
-    num_preemptions: int
-    num_evictions: int
-    num_finished: dict[str, int]
-    """Sequences by finish reason: stop, length, abort, error."""
-
-    @property
-    def prefix_hit_rate(self) -> float:
-        """`prefix_hit_tokens` of `prefix_query_tokens`; 0 before the first request."""
-        return self.prefix_hit_tokens / max(1, self.prefix_query_tokens)
-
-    @property
-    def kv_usage(self) -> float:
-        """Share of the blocks that live requests hold."""
-        return self.blocks_used / self.blocks_total
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +236,14 @@ class Engine:
                 prompt, params, request_id, priority, namespace, timeline
             )
 
-        stream = Stream(request_id, self.model_name, self._driver, make_requests, self._mailbox)
+        stream = Stream(
+            request_id,
+            self.model_name,
+            self._driver,
+            make_requests,
+            self._mailbox,
+            self.config.stream_interval,
+        )
         self._streams[request_id] = stream
         return stream
 
@@ -311,9 +282,9 @@ class Engine:
         return stream is not None and stream.abort()
 
     def statistics(self) -> Statistics:
-        """Counts, from any thread. Not a snapshot of one instant while the engine runs."""
+        """Counts and times, from any thread. Not a snapshot of one instant while it runs."""
         pool = self._core.pool.statistics()
-        scheduler = self._core.scheduler
+        scheduler, recorder = self._core.scheduler, self._core.recorder
         return Statistics(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
@@ -327,8 +298,25 @@ class Engine:
             num_steps=self._core.num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_evictions=pool.evictions,
-            num_finished=dict(self._driver.num_finished),
+            num_finished=dict(recorder.num_finished),
+            num_errors=dict(recorder.num_errors),
+            num_rejected=dict(recorder.num_rejected),
+            time_to_first_token=recorder.time_to_first_token.read(),
+            time_per_output_token=recorder.time_per_output_token.read(),
+            inter_token_latency=recorder.inter_token_latency.read(),
+            request_duration=recorder.request_duration.read(),
+            queue_time=recorder.queue_time.read(),
+            prefill_time=recorder.prefill_time.read(),
+            decode_time=recorder.decode_time.read(),
         )
+
+    def add_listener(self, listener: Listener) -> None:
+        """Tell it of tokens and ended requests from now on, in the engine's thread."""
+        self._core.recorder.listeners.add(listener)
+
+    def remove_listener(self, listener: Listener) -> None:
+        """Tell it no more. Idempotent; a call that is under way ends as it will."""
+        self._core.recorder.listeners.remove(listener)
 
     def health(self) -> Health:
         """Whether it takes requests, and what killed it if it is dead."""
@@ -344,6 +332,14 @@ class Engine:
     async def reset_prefix_cache(self) -> None:
         """Forget all cached blocks; live requests are not disturbed."""
         await self._call(lambda core: core.pool.clear())
+
+    def begin_drain(self) -> None:
+        """Take no more requests; those that run go on. From any thread; idempotent.
+
+        For an application that is about to end: `health` says "draining", and new requests raise
+        EngineClosedError. `aclose` or `terminate` is still to be called.
+        """
+        self._driver.drain()
 
     async def aclose(self, *, drain: bool = True) -> None:
         """Take no more requests, let those that run finish, free all memory. Idempotent.
@@ -463,7 +459,9 @@ class Engine:
         loop = current_event_loop()
         mailbox = self._mailboxes.get(loop.key)
         if mailbox is None:
-            mailbox = self._mailboxes[loop.key] = Mailbox(loop, open_letters)
+            mailbox = self._mailboxes[loop.key] = Mailbox(
+                loop, open_letters, self.config.stream_interval
+            )
         return mailbox
 
     async def _call(self, function: Callable[[EngineCore], None]) -> None:
@@ -481,5 +479,7 @@ async def _in_thread(function: Callable[[], object]) -> None:
 
 
 def _terminate(driver: Driver, encoders: ThreadPoolExecutor) -> None:
+    if driver.forked:
+        return  # both are the other process's
     driver.terminate()
     encoders.shutdown(wait=False, cancel_futures=True)

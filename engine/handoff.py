@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any, Protocol, TypeVar
@@ -21,6 +22,12 @@ class EventLoop(Protocol):
 
     def post(self, callback: Callable[[], object]) -> bool:
         """Run `callback` in the loop soon; False if the loop is closed."""
+
+    def later(self, seconds: float, callback: Callable[[], object]) -> None:
+        """Run `callback` in the loop after some time, unless the loop has ended by then.
+
+        To be called in the loop.
+        """
 
     def is_closed(self) -> bool:
         """Whether it will never run anything again."""
@@ -41,6 +48,9 @@ class _AsyncioLoop:
             return False
         return True
 
+    def later(self, seconds: float, callback: Callable[[], object]) -> None:
+        self.key.call_later(seconds, callback)
+
     def is_closed(self) -> bool:
         return self.key.is_closed()
 
@@ -49,6 +59,7 @@ class _TrioLoop:
     def __init__(self, trio: Any) -> None:
         self.key = trio.lowlevel.current_trio_token()
         self._finished = trio.RunFinishedError
+        self._trio = trio
 
     def post(self, callback: Callable[[], object]) -> bool:
         try:
@@ -56,6 +67,13 @@ class _TrioLoop:
         except self._finished:
             return False
         return True
+
+    def later(self, seconds: float, callback: Callable[[], object]) -> None:
+        async def wait() -> None:
+            await self._trio.sleep(seconds)
+            callback()
+
+        self._trio.lowlevel.spawn_system_task(wait)
 
     def is_closed(self) -> bool:
         # A token cannot be asked; however often this is posted, it waits once.
@@ -81,16 +99,31 @@ def current_event_loop() -> EventLoop:
     return _AsyncioLoop()
 
 
+class Holder(Protocol):
+    """Who keeps something back for a while."""
+
+    def release(self) -> None:
+        """Keep it back no longer."""
+
+
 class Mailbox:
     """Letters for one event loop. However many arrive before the loop looks, it is woken once.
 
     :param loop: where letters are opened.
     :param open_letters: called in the loop with all that came, in order.
+    :param interval: seconds for which `hold` puts off a reminder at most.
     """
 
-    def __init__(self, loop: EventLoop, open_letters: Callable[[list[Any]], None]) -> None:
+    def __init__(
+        self,
+        loop: EventLoop,
+        open_letters: Callable[[list[Any]], None],
+        interval: float = 0.0,
+    ) -> None:
         self._loop = loop
         self._open_letters = open_letters
+        self._interval = interval
+        self._held: list[weakref.ref[Holder]] = []
         self._lock = threading.Lock()
         self._letters: list[Any] = []
         self._closed = False
@@ -110,6 +143,21 @@ class Mailbox:
                 return False
             self._letters.extend(letters)
         return True
+
+    def hold(self, holder: Holder) -> None:
+        """Have `holder.release()` called soon, in the loop: at one time for all that are held.
+
+        To be called in the loop.
+        """
+        if not self._held:
+            self._loop.later(self._interval, self._release)
+        self._held.append(weakref.ref(holder))
+
+    def _release(self) -> None:
+        held, self._held = self._held, []
+        for reference in held:
+            if (holder := reference()) is not None:
+                holder.release()
 
     def _deliver(self) -> None:
         with self._lock:

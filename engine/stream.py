@@ -47,7 +47,10 @@ class Stream:
     """The deltas of one request, as they are generated.
 
     Made by `Engine.stream`. The request is submitted when the stream is entered or first
-    awaited. Use it as a context manager: leaving the block early aborts the request and frees its
+    awaited. Tokens that come within `EngineConfig.stream_interval` are joined in one delta, but
+    for the first one and the last.
+
+    Use it as a context manager: leaving the block early aborts the request and frees its
     KV blocks within one engine step. A plain `async for` works too; a stream that is dropped
     unfinished is aborted when it is collected.
 
@@ -62,6 +65,7 @@ class Stream:
         driver: Driver,
         make_requests: Callable[[Timeline], Awaitable[list[Request]]],
         make_mailbox: Callable[[], Mailbox],
+        interval: float,
     ) -> None:
         self.request_id = request_id
         self.num_read = 0
@@ -79,6 +83,10 @@ class Stream:
         self._error: Exception | None = None
         self._received: list[_Pending] = []
         self._pending: OrderedDict[int, _Pending] = OrderedDict()
+        self._interval = interval
+        self._ripe = False
+        """Whether what is pending may be given: it is not held back to be joined with more."""
+        self._last_given = 0.0
         self._num_finished = 0
         self._waiter: anyio.Event | None = None
 
@@ -109,7 +117,7 @@ class Stream:
     async def __anext__(self) -> Delta:
         if not self._started:
             await self._start()
-        while not self._pending:
+        while not (self._pending and self._ripe):
             if self._error is not None:
                 self._close()
                 raise self._error
@@ -123,6 +131,9 @@ class Stream:
             finally:
                 self._waiter = None
         index, pending = self._pending.popitem(last=False)
+        if not self._pending:
+            self._ripe = False
+            self._last_given = time.monotonic()
         self.num_read += len(pending.token_ids)
         if self.paused and self.num_read >= self.num_sent:
             self._driver.resume(self, self._requests)
@@ -199,8 +210,11 @@ class Stream:
             prompt_logprobs=prompt_logprobs,
         )
 
-    def receive(self, update: Update) -> None:
-        """Take an update; in the event loop of the stream."""
+    def receive(self, update: Update, now: float) -> None:
+        """Take an update; in the event loop of the stream.
+
+        :param now: `time.monotonic`.
+        """
         if self._closed:
             return
         delta = update.delta
@@ -210,7 +224,18 @@ class Stream:
         if update.error is not None:
             self._error = self._error or update.error
         else:
+            held = bool(self._pending)
             self._pending.setdefault(delta.index, _Pending()).add(delta)
+            urgent = update.finished or self.paused or now - self._last_given >= self._interval
+            if not (self._ripe or urgent):
+                if not held:
+                    self.mailbox.hold(self)
+                return
+        self.release()
+
+    def release(self) -> None:
+        """Hold back no longer what has come."""
+        self._ripe = bool(self._pending)
         if self._waiter is not None:
             self._waiter.set()
 
@@ -229,6 +254,7 @@ class Stream:
         except BaseException as error:
             self._closed = True
             if isinstance(error, Exception):
+                self._driver.note_rejected(error)
                 self._error = error  # entered once more, it must not look like an empty answer
             raise
         self._requests = requests
@@ -273,5 +299,6 @@ def _timings(timeline: Timeline, num_tokens: int) -> Timings:
 
 def open_letters(letters: Sequence[tuple[Stream, Update]]) -> None:
     """Hand each update to its stream; runs in the streams' event loop."""
+    now = time.monotonic()
     for stream, update in letters:
-        stream.receive(update)
+        stream.receive(update, now)

@@ -11,12 +11,13 @@ from typing import Any, TypeGuard, overload
 import anyio
 from anyio.from_thread import start_blocking_portal
 
-from .engine import Engine, Statistics
+from .engine import Engine
 from .errors import EngineClosedError, InvalidParamsError
 from .loading import ModelSource
 from .outputs import Completion
 from .prompt import Prompt, PromptLike
 from .sampling import SamplingParams
+from .statistics import Statistics
 
 __all__ = ["LLM"]
 

@@ -188,6 +188,13 @@ class Tokenizer:
         stream = self._pieces[skip_special_tokens].stream(())
         return "".join(map(stream.add, token_ids)) + stream.finish()
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token is in UTF-8; of some that is no text on its own. Special tokens too."""
+        piece = self._pieces[False][token_id]
+        if not piece:  # a decoder that has no pieces, or an id without a token
+            piece = self.decode([token_id], skip_special_tokens=False)
+        return piece.encode() if isinstance(piece, str) else piece
+
     def detokenizer(
         self,
         prompt_token_ids: Sequence[int],

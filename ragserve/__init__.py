@@ -3,7 +3,8 @@
     import ragserve as rs
 
     async with rs.Engine.open("HuggingFaceTB/SmolLM2-135M-Instruct") as engine:
-        async with engine.stream("Why is the sky blue?") as stream:
+        question = [{"role": "user", "content": "Why is the sky blue?"}]
+        async with engine.stream(question) as stream:
             async for delta in stream:
                 print(delta.text, end="", flush=True)
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         Choice,
         Completion,
         Delta,
+        Distribution,
         Engine,
         EngineClosedError,
         EngineConfig,
@@ -62,6 +64,7 @@ if TYPE_CHECKING:
         Retriever,
         ScoredChunk,
     )
+    from .metrics import Metrics
     from .pipeline import Answer, AnswerStream, Done, RagPipeline, RagTimings, Retrieved, Source
     from .prompting import BuiltPrompt, PromptTemplate
 
@@ -76,10 +79,12 @@ __all__ = [
     "Prompt",
     "Segment",
     "Delta",
+    "Distribution",
     "Choice",
     "Completion",
     "FinishReason",
     "Health",
+    "Metrics",
     "Statistics",
     "Timings",
     "TokenLogprob",
@@ -136,6 +141,7 @@ _HOME = {
         "Retriever",
         "ScoredChunk",
     ),
+    "metrics": ("Metrics",),
     "pipeline": (
         "Answer",
         "AnswerStream",

@@ -12,7 +12,8 @@ import shutil
 import sys
 import textwrap
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,8 +38,9 @@ from .pipeline import RagPipeline, Retrieved, Source
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+    from opentelemetry.trace import TracerProvider
 
-__all__ = ["run"]
+__all__ = ["QUESTIONS", "Progress", "python_reference", "run"]
 
 _T = TypeVar("_T")
 
@@ -82,46 +84,30 @@ async def _run(questions: Sequence[str]) -> None:
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
     from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-    model, embedder_folder = language_model(), embedder_model()
     spans = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(spans))
-    progress = Progress(sys.stderr)
 
-    async with SentenceTransformerEmbedder(embedder_folder) as embedder:
-        await progress.during("loading the embedder", embedder.load)
-        index = await _index(embedder, embedder_folder, progress)
-        engine = await progress.during(
-            "opening the model (the first time, converting it too)",
-            lambda: Engine.open(model, max_model_len=_MAX_MODEL_LEN),
+    async with python_reference(Progress(sys.stderr), provider) as pipeline:
+        answers = [Answer(i, question) for i, question in enumerate(questions, 1)]
+        display = Live(answers, sys.stdout) if sys.stdout.isatty() else Lines(sys.stdout)
+        print(
+            "\nThe model is tiny (135 million parameters): see how it works, do not rely on "
+            f"what it says.\nAsking {len(answers)} question(s) at the same time:"
         )
-        async with engine:
-            pipeline = RagPipeline(
-                engine=engine,
-                index=index,
-                top_k=_TOP_K,
-                tracer_provider=provider,
-                # A model this small repeats itself when it is only greedy.
-                params=SamplingParams(max_tokens=96, temperature=0.0, frequency_penalty=0.3),
-            )
-            answers = [Answer(i, question) for i, question in enumerate(questions, 1)]
-            display = Live(answers, sys.stdout) if sys.stdout.isatty() else Lines(sys.stdout)
-            print(
-                "\nThe model is tiny (135 million parameters): see how it works, do not rely on "
-                f"what it says.\nAsking {len(answers)} question(s) at the same time:"
-            )
+        for answer in answers:
+            print(f"  [{answer.number}] {answer.question}")
+        print(flush=True)
+        started = time.monotonic()
+        async with anyio.create_task_group() as tasks:
             for answer in answers:
-                print(f"  [{answer.number}] {answer.question}")
-            print(flush=True)
-            started = time.monotonic()
-            async with anyio.create_task_group() as tasks:
-                for answer in answers:
-                    tasks.start_soon(_answer, pipeline, answer, display)
-            elapsed = time.monotonic() - started
-            display.close()
-            for answer in answers:
-                print("\n".join(report(answer, _spans_of(answer, spans), display.repeats)))
-            print("\n".join(summary(engine.statistics(), len(answers), elapsed)), flush=True)
+                tasks.start_soon(_answer, pipeline, answer, display)
+        elapsed = time.monotonic() - started
+        display.close()
+        for answer in answers:
+            print("\n".join(report(answer, _spans_of(answer, spans), display.repeats)))
+        statistics = pipeline.engine.statistics()
+        print("\n".join(summary(statistics, len(answers), elapsed)), flush=True)
 
 
 @dataclass(slots=True)
@@ -158,6 +144,35 @@ def _spans_of(answer: Answer, exporter: InMemorySpanExporter) -> list[ReadableSp
 
 
 # ---- what it answers with
+
+
+@asynccontextmanager
+async def python_reference(
+    progress: Progress, tracer_provider: TracerProvider | None = None
+) -> AsyncIterator[RagPipeline]:
+    """A pipeline that answers from the Python language reference; all of it closes with the block.
+
+    :param progress: is told of the long steps.
+    :param tracer_provider: None is the one the application has installed, if any.
+    :raises ModelLoadError: if a wheel with a model is not installed.
+    """
+    model, embedder_folder = language_model(), embedder_model()
+    async with SentenceTransformerEmbedder(embedder_folder) as embedder:
+        await progress.during("loading the embedder", embedder.load)
+        index = await _index(embedder, embedder_folder, progress)
+        engine = await progress.during(
+            "opening the model (the first time, converting it too)",
+            lambda: Engine.open(model, max_model_len=_MAX_MODEL_LEN),
+        )
+        async with engine:
+            yield RagPipeline(
+                engine=engine,
+                index=index,
+                top_k=_TOP_K,
+                tracer_provider=tracer_provider,
+                # A model this small repeats itself when it is only greedy.
+                params=SamplingParams(max_tokens=96, temperature=0.0, frequency_penalty=0.3),
+            )
 
 
 def language_model() -> Path:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
@@ -27,9 +27,11 @@ from .documents import Chunk
 from .embedding import Embedder
 from .index import ChunkFilter, Query, Retriever, ScoredChunk
 from .prompting import PromptTemplate
-from .tracing import AnswerRecord, AnswerTracer
+from .statistics import AnswerListener, PipelineRecorder, PipelineStatistics
+from .tracing import AnswerRecord, AnswerTracer, GenerationRecord, error_type
 
 if TYPE_CHECKING:
+    from opentelemetry.context import Context
     from opentelemetry.trace import TracerProvider
 
 __all__ = [
@@ -135,6 +137,7 @@ class RagPipeline:
     :param name: what traces call it.
     :param tracer_provider: None is the one the application has installed, if any.
     :param capture_content: put questions, documents and answers into spans.
+    :param openinference: give the spans OpenInference's attributes too.
     :param namespace: the tenant; cached blocks are never shared between namespaces.
     :raises InvalidParamsError: if `top_k` is below 1.
     """
@@ -151,6 +154,7 @@ class RagPipeline:
         name: str = "rag",
         tracer_provider: TracerProvider | None = None,
         capture_content: bool = False,
+        openinference: bool = False,
         namespace: str = "",
     ) -> None:
         self.engine = engine
@@ -161,7 +165,10 @@ class RagPipeline:
         self.params = params or SamplingParams(temperature=0.0, max_tokens=512)
         self.name = name
         self.namespace = namespace
-        self._tracer = AnswerTracer(tracer_provider, capture_content=capture_content)
+        self._tracer = AnswerTracer(
+            tracer_provider, capture_content=capture_content, openinference=openinference
+        )
+        self._recorder = PipelineRecorder()
         # Prompts are made here, off the event loop. The threads end when the pipeline is
         # collected.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="ragserve-prompt")
@@ -178,14 +185,16 @@ class RagPipeline:
         params: SamplingParams | None = None,
         priority: int = 0,
         namespace: str | None = None,
+        trace_context: Context | None = None,
     ) -> AnswerStream:
         """Answer a question as a stream of `Retrieved`, then `Delta`s, then `Done`.
 
-        Nothing happens before the stream is read. What it does is traced under the span that is
-        current now.
+        Nothing happens before the stream is read.
 
         :param filter: only chunks for which it returns True are retrieved.
         :param priority: lower goes first in the engine's queue.
+        :param trace_context: where in a trace it belongs. None is under the span that is current
+            now; see `ragserve.tracing.request_context` for a request's.
         :raises InvalidParamsError: if `question` is not text, or `top_k` is below 1.
         """
         if not isinstance(question, str):
@@ -207,7 +216,7 @@ class RagPipeline:
             index=self.index.name,
             embedding_model=None if self.embedder is None else self.embedder.model_name,
         )
-        return AnswerStream(self, request, record, self._tracer)
+        return AnswerStream(self, request, record, self._tracer, self._recorder, trace_context)
 
     async def answer(
         self,
@@ -218,6 +227,7 @@ class RagPipeline:
         params: SamplingParams | None = None,
         priority: int = 0,
         namespace: str | None = None,
+        trace_context: Context | None = None,
     ) -> Answer:
         """Answer a question, and return when it is finished. Arguments as for `stream`."""
         async with self.stream(
@@ -227,6 +237,7 @@ class RagPipeline:
             params=params,
             priority=priority,
             namespace=namespace,
+            trace_context=trace_context,
         ) as stream:
             async for _ in stream:
                 pass
@@ -239,6 +250,18 @@ class RagPipeline:
             completion,
             stream.trace_id,
         )
+
+    def statistics(self) -> PipelineStatistics:
+        """Counts and times of all answers that have ended, from any thread."""
+        return self._recorder.statistics()
+
+    def add_listener(self, listener: AnswerListener) -> None:
+        """Tell it of every answer that ends from now on."""
+        self._recorder.listeners.add(listener)
+
+    def remove_listener(self, listener: AnswerListener) -> None:
+        """Tell it no more. Idempotent."""
+        self._recorder.listeners.remove(listener)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +291,8 @@ class AnswerStream:
         request: _Request,
         record: AnswerRecord,
         tracer: AnswerTracer,
+        recorder: PipelineRecorder,
+        trace_context: Context | None,
     ) -> None:
         self.sources: tuple[Source, ...] = ()
         self.trace_id: str | None = None
@@ -275,7 +300,8 @@ class AnswerStream:
         self._request = request
         self._record = record
         self._tracer = tracer
-        self._parent = tracer.current_context()
+        self._recorder = recorder
+        self._parent = tracer.current_context() if trace_context is None else trace_context
         self._stream: Stream | None = None
         self._scope: anyio.CancelScope | None = None  # of a read that is preparing
         self._reading = False
@@ -337,7 +363,7 @@ class AnswerStream:
         except StopAsyncIteration:
             raise
         except BaseException as error:
-            await self._end(_error_type(error))
+            await self._end(error_type(error))
             raise
         finally:
             self._reading = False
@@ -352,7 +378,7 @@ class AnswerStream:
         # Dropped half-way. The engine's stream is dropped with it and ends its request.
         if not self._ended and self._record.started is not None:
             self._settle("cancelled")
-            emit = partial(self._tracer.emit, self._record, self._parent)
+            emit = partial(_publish, self._record, self._tracer, self._parent, self._recorder)
             # The collector runs anywhere, in the midst of the tracing library too, whose locks
             # must not be met there. So the spans are made in the event loop, or if that has
             # ended, here.
@@ -390,7 +416,7 @@ class AnswerStream:
             record.embedded = record.started
 
         found = await pipeline.index.retrieve(query, top_k=request.top_k, filter=request.filter)
-        record.num_retrieved = len(found)
+        record.found = found
         record.retrieved = time.monotonic_ns()
 
         record.prompt = prompt = await run_in(
@@ -429,50 +455,40 @@ class AnswerStream:
         if self._ended:
             return
         self._ended = True
-        stream = self._stream
-        if stream is not None:
-            if error == "cancelled" and _completion(stream) is not None:
-                error = None  # it was finished, and only `Done` was left to be read
+        if self._stream is not None:
             with anyio.CancelScope(shield=True):
-                await stream.aclose()
+                await self._stream.aclose()
         self._settle(error)
-        self.trace_id = self._tracer.emit(self._record, self._parent)
+        self.trace_id = _publish(self._record, self._tracer, self._parent, self._recorder)
 
     def _settle(self, error: str | None) -> None:
         """Write down how it ended."""
-        record, stream = self._record, self._stream
-        finished = None
-        if stream is not None:
-            record.completion = _completion(stream)
-            # A copy, for the engine may still write to it.
-            timeline = stream.timeline
-            record.timeline = replace(timeline, chunks=list(timeline.chunks))
-            finished = record.timeline.finished
-        if error is None and record.completion is not None:
-            reason = record.completion.finish_reason
-            error = reason if reason in ("abort", "error") else None
-        record.error = error
-        record.ended = finished or time.monotonic_ns()
+        record, prompt = self._record, self._record.prompt
+        record.error, record.ended = error, time.monotonic_ns()
+        if self._stream is not None and prompt is not None:
+            record.generation = GenerationRecord.of(
+                self._stream,
+                record.params,
+                model=record.model,
+                error=error,
+                prompt_tokens=prompt.num_tokens,
+                started=record.built,
+            )
+            record.error, record.ended = record.generation.error, record.generation.ended
 
 
-def _completion(stream: Stream) -> Completion | None:
-    """What has come of it; None while it runs."""
-    try:
-        return stream.completion
-    except RuntimeError:
-        return None
-
-
-def _error_type(error: BaseException) -> str:
-    """OpenTelemetry's `error.type`."""
-    if not isinstance(error, Exception | KeyboardInterrupt | SystemExit):
-        return "cancelled"  # asyncio's and trio's, which share no base class
-    kind = type(error)
-    return (
-        kind.__qualname__
-        if kind.__module__ == "builtins"
-        else (f"{kind.__module__}.{kind.__qualname__}")
-    )
+def _publish(
+    record: AnswerRecord,
+    tracer: AnswerTracer,
+    parent: Context | None,
+    recorder: PipelineRecorder,
+) -> str | None:
+    """Count an answer that has ended, and make its spans; gives the trace's id."""
+    stages = record.stages()
+    if record.embedding_model is None:
+        stages = [stage for stage in stages if stage[0] != "embedding"]
+    recorder.answered(stages, record.error)
+    return tracer.emit(record, parent)
 
 
 def _checked_top_k(top_k: int) -> int:

@@ -7,34 +7,51 @@ application's to install, and without OpenTelemetry nothing is traced.
 
 The attributes follow OpenTelemetry's semantic conventions for generative AI
 (https://opentelemetry.io/docs/specs/semconv/gen-ai/); what those have no name for is under
-`ragserve.`.
+`ragserve.`. OpenInference's (https://arize-ai.github.io/openinference/spec/) can be had beside
+them.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ragserve.engine import Completion, SamplingParams, Timeline
+from ragserve.engine import Completion, SamplingParams, Stream, Timeline
 
 from ._version import __version__
+from .index import ScoredChunk
 from .prompting import BuiltPrompt
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
-    from opentelemetry.trace import Span, Tracer, TracerProvider
+    from opentelemetry.trace import SpanContext, Tracer, TracerProvider
 
-__all__ = ["PROVIDER", "STAGES", "AnswerRecord", "AnswerTracer", "Names"]
+__all__ = [
+    "PROVIDER",
+    "STAGES",
+    "AnswerRecord",
+    "AnswerTracer",
+    "GenerationRecord",
+    "GenerationTracer",
+    "Names",
+    "OpenInferenceNames",
+    "error_type",
+    "request_context",
+]
 
 Attributes: TypeAlias = dict[str, Any]
+Stages: TypeAlias = list[tuple[str, int, int]]
+"""`(stage, start, end)` of every stage that began, in order, without gaps."""
 
 PROVIDER: Final = "ragserve"
+_CANCELLED: Final = "cancelled"
 
 
 class Names:
-    """Every attribute's name, in one table."""
+    """Every attribute's name, in one table; OpenInference's are in the next."""
 
     OPERATION = "gen_ai.operation.name"
     PROVIDER = "gen_ai.provider.name"
@@ -84,7 +101,98 @@ class Names:
     OUTPUT_MESSAGES = "gen_ai.output.messages"
 
 
+class OpenInferenceNames:
+    """The attributes of OpenInference, for backends that read those."""
+
+    KIND = "openinference.span.kind"
+
+    EMBEDDING_MODEL = "embedding.model_name"
+    MODEL = "llm.model_name"
+    PARAMETERS = "llm.invocation_parameters"
+    PROMPT_TOKENS = "llm.token_count.prompt"
+    CACHED_TOKENS = "llm.token_count.prompt_details.cache_read"
+    COMPLETION_TOKENS = "llm.token_count.completion"
+    TOTAL_TOKENS = "llm.token_count.total"
+    DOCUMENT_ID = "retrieval.documents.{}.document.id"
+    DOCUMENT_SCORE = "retrieval.documents.{}.document.score"
+
+    # Content: only where it was asked for.
+    DOCUMENT_CONTENT = "retrieval.documents.{}.document.content"
+    INPUT = "input.value"
+    OUTPUT = "output.value"
+
+
 STAGES: Final = ("embedding", "retrieval", "context", "queue", "prefill", "decode")
+_STAGES_BEFORE: Final = STAGES[:3]
+_STAGES_OF_GENERATION: Final = STAGES[3:]
+
+
+@dataclass(slots=True)
+class GenerationRecord:
+    """What is known of one request to the engine that has ended. Mostly made by `of`.
+
+    Times are from `time.monotonic_ns`.
+    """
+
+    model: str
+    params: SamplingParams
+    started: int | None
+    """None: it was never begun, and there is nothing to trace."""
+    ended: int
+    timeline: Timeline
+    completion: Completion | None = None
+    """What came of it, if only in part; None if the engine did not take it."""
+    error: str | None = None
+    """What kind of error ended it; "cancelled" if its caller left."""
+    prompt: str | Sequence[Mapping[str, Any]] | None = None
+    """Text or chat messages, for traces that may have content; None is not known."""
+    prompt_tokens: int | None = None
+    """None is not known; then the completion's are used."""
+
+    @classmethod
+    def of(
+        cls,
+        stream: Stream,
+        params: SamplingParams,
+        *,
+        model: str,
+        error: BaseException | str | None = None,
+        prompt: str | Sequence[Mapping[str, Any]] | None = None,
+        prompt_tokens: int | None = None,
+        started: int | None = None,
+    ) -> GenerationRecord:
+        """Write down how a stream has ended, after it was read to its end or closed.
+
+        :param error: what ended it: an exception, an error type, or "cancelled" for a caller
+            that left. It does not count if the answer was whole by then. None looks at the
+            finish reasons.
+        :param started: None is when the engine was asked.
+        """
+        kind = error_type(error) if isinstance(error, BaseException) else error
+        completion = _completion(stream)
+        if completion is not None:
+            reasons = {choice.finish_reason for choice in completion.choices}
+            broken = next((reason for reason in ("error", "abort") if reason in reasons), None)
+            if kind is None or (kind == _CANCELLED and broken is None):
+                kind = broken
+        # A copy, for the engine may still write to it.
+        timeline = replace(stream.timeline, chunks=list(stream.timeline.chunks))
+        return cls(
+            model=model,
+            params=params,
+            started=timeline.arrived if started is None else started,
+            ended=timeline.finished or time.monotonic_ns(),
+            timeline=timeline,
+            completion=completion,
+            error=kind,
+            prompt=prompt,
+            prompt_tokens=prompt_tokens,
+        )
+
+    def stages(self) -> Stages:
+        """Its stages. A request that failed ends with the stage it failed in."""
+        stamps = (self.timeline.first_scheduled, self.timeline.first_token, None)
+        return _stages(_STAGES_OF_GENERATION, self.started, stamps, self.ended)
 
 
 @dataclass(slots=True)
@@ -113,50 +221,66 @@ class AnswerRecord:
     error: str | None = None
     """What kind of error ended it; "cancelled" if its caller left."""
 
-    num_retrieved: int = 0
+    found: Sequence[ScoredChunk] = ()
     prompt: BuiltPrompt | None = None
-    timeline: Timeline | None = None
-    """The engine's, when the answer had ended."""
-    completion: Completion | None = None
+    generation: GenerationRecord | None = None
+    """The engine's part, when the answer had ended; begins where the prompt was ready."""
 
-    def stages(self) -> list[tuple[str, int, int]]:
-        """`(stage, start, end)` of every stage that began, in order, without gaps.
+    @property
+    def completion(self) -> Completion | None:
+        """What the engine answered, if only in part."""
+        return None if self.generation is None else self.generation.completion
 
-        An answer that failed ends with the stage it failed in.
-        """
-        if self.started is None or self.ended is None:
+    def stages(self) -> Stages:
+        """Its stages. An answer that failed ends with the stage it failed in."""
+        if self.ended is None:
             return []
-        timeline = self.timeline
-        stamps = (
-            self.embedded,
-            self.retrieved,
-            self.built,
-            timeline.first_scheduled if timeline and self.built else None,
-            timeline.first_token if timeline and self.built else None,
-        )
-        start = self.started
-        last = max(start, self.ended)
-        stages = []
-        for name, stamp in zip(STAGES, (*stamps, None), strict=True):
-            end = last if stamp is None else min(max(start, stamp), last)
-            stages.append((name, start, end))
-            if stamp is None:
-                break
-            start = end
+        stamps = (self.embedded, self.retrieved, self.built)
+        stages = _stages(_STAGES_BEFORE, self.started, stamps, self.ended)
+        return stages if self.generation is None else stages + self.generation.stages()
+
+
+def _stages(
+    names: Sequence[str], start: int | None, stamps: Sequence[int | None], ended: int
+) -> Stages:
+    """Each stage from the end of the one before to its stamp, or if it has none, to the end."""
+    stages: Stages = []
+    if start is None:
         return stages
+    last = max(start, ended)
+    for name, stamp in zip(names, stamps, strict=True):
+        end = last if stamp is None else min(max(start, stamp), last)
+        stages.append((name, start, end))
+        if stamp is None:
+            break
+        start = end
+    return stages
 
 
-class AnswerTracer:
-    """Makes an answer's spans.
+@dataclass(frozen=True, slots=True)
+class _SpanData:
+    """A span to be made. What is inside it is only worked out if it is recorded."""
 
-    :param tracer_provider: None is the one the application has installed, if any.
-    :param capture_content: put questions, documents and answers into the spans.
-    """
+    name: str
+    start: int
+    end: int
+    attributes: Attributes
+    error: str | None = None
+    inside: Callable[[], list[_SpanData]] | None = None
+
+
+class _Tracer:
+    """What both tracers have: where spans go, and what may be in them."""
 
     def __init__(
-        self, tracer_provider: TracerProvider | None = None, *, capture_content: bool = False
+        self,
+        tracer_provider: TracerProvider | None = None,
+        *,
+        capture_content: bool = False,
+        openinference: bool = False,
     ) -> None:
         self._capture_content = capture_content
+        self._openinference = openinference
         self._tracer: Tracer | None = None
         try:
             from opentelemetry import trace
@@ -172,133 +296,58 @@ class AnswerTracer:
 
         return context.get_current()
 
-    def emit(self, record: AnswerRecord, parent: Context | None) -> str | None:
-        """Make the spans of an answer that has ended, under `parent`.
+    def _emit(self, data: _SpanData, parent: Context | None) -> str | None:
+        """Make a span and those inside it.
 
         :returns: the trace's id, 32 hexadecimal digits; None if there is no trace.
         """
-        stages = record.stages()
-        if self._tracer is None or not stages:
+        tracer = self._tracer
+        if tracer is None:
             return None
         from opentelemetry import trace
 
-        # Spans want the time of day; one anchor for all keeps them as exact as the stamps.
-        offset = time.time_ns() - time.monotonic_ns()
-        root = self._tracer.start_span(
-            f"invoke_workflow {record.name}",
-            parent,
-            attributes=self._workflow(record),
-            start_time=stages[0][1] + offset,
-        )
-        context = trace.get_current_span(parent).get_span_context()
-        if root.is_recording():
-            context = root.get_span_context()
-            self._emit_stages(record, stages, trace.set_span_in_context(root, parent), offset)
-            _end(root, stages[-1][2] + offset, record.error)
+        context = _make(tracer, data, parent, _clock_offset())
+        if context is None:
+            # Not recorded: then it has no trace but that of its parent, if there is one.
+            context = trace.get_current_span(parent).get_span_context()
         return trace.format_trace_id(context.trace_id) if context.is_valid else None
 
-    def _emit_stages(
-        self,
-        record: AnswerRecord,
-        stages: list[tuple[str, int, int]],
-        parent: Context,
-        offset: int,
-    ) -> None:
-        from opentelemetry import trace
+    def _chat(self, record: GenerationRecord, stages: Stages) -> _SpanData:
+        """The span of the engine's part, with a span for each of its stages."""
 
-        tracer = self._tracer
-        if tracer is None:
-            return
-        chat: Span | None = None
-        for number, (stage, start, end) in enumerate(stages, 1):
-            # What failed, failed in the last stage that began.
-            error = record.error if number == len(stages) else None
-            if stage == "embedding" and record.embedding_model is None:
-                continue
-            if stage == "queue":
-                chat = tracer.start_span(
-                    f"chat {record.model}",
-                    parent,
-                    attributes=self._chat(record, stages),
-                    start_time=start + offset,
-                )
-                parent = trace.set_span_in_context(chat, parent)
-            name, attributes = self._stage(record, stage)
-            # All in this process, which is what kind INTERNAL is for; CLIENT would say that
-            # another service was called.
-            span = tracer.start_span(name, parent, attributes=attributes, start_time=start + offset)
-            _end(span, end + offset, error)
-        if chat is not None:
-            _end(chat, stages[-1][2] + offset, record.error)
+        def inside() -> list[_SpanData]:
+            spans = []
+            for stage, start, end in stages:
+                attributes = self._kind("CHAIN")
+                if stage == "prefill":
+                    attributes |= _prefill(record)
+                elif stage == "decode":
+                    attributes |= _decode(record)
+                spans.append(_SpanData(f"llm.{stage}", start, end, attributes))
+            return _failed_in_the_last(spans, record.error)
 
-    def _workflow(self, record: AnswerRecord) -> Attributes:
+        return _SpanData(
+            f"chat {record.model}",
+            stages[0][1],
+            stages[-1][2],
+            self._chat_attributes(record, stages),
+            record.error,
+            inside,
+        )
+
+    def _chat_attributes(self, record: GenerationRecord, stages: Stages) -> Attributes:
+        completion, parameters = record.completion, _parameters(record.params)
         attributes: Attributes = {
-            Names.OPERATION: "invoke_workflow",
-            Names.PROVIDER: PROVIDER,
-            Names.WORKFLOW: record.name,
-        }
-        if self._capture_content:
-            attributes[Names.INPUT_MESSAGES] = _messages("user", record.question)
-            if record.completion is not None:
-                attributes[Names.OUTPUT_MESSAGES] = _answers(record.completion)
-        return attributes
-
-    def _stage(self, record: AnswerRecord, stage: str) -> tuple[str, Attributes]:
-        match stage:
-            case "embedding":
-                return f"embeddings {record.embedding_model}", self._embedding(record)
-            case "retrieval":
-                return f"retrieval {record.index}", self._retrieval(record)
-            case "context":
-                return "rag.context", _context(record)
-            case "prefill":
-                return "llm.prefill", _prefill(record)
-            case "decode":
-                return "llm.decode", _decode(record)
-            case _:
-                return f"llm.{stage}", {}
-
-    def _embedding(self, record: AnswerRecord) -> Attributes:
-        attributes: Attributes = {
-            Names.OPERATION: "embeddings",
-            Names.PROVIDER: PROVIDER,
-            Names.MODEL: record.embedding_model or "",
-        }
-        if record.dimension is not None:
-            attributes[Names.DIMENSION] = record.dimension
-        return attributes
-
-    def _retrieval(self, record: AnswerRecord) -> Attributes:
-        attributes: Attributes = {
-            Names.OPERATION: "retrieval",
-            Names.PROVIDER: PROVIDER,
-            Names.DATA_SOURCE: record.index,
-            Names.RETRIEVAL_TOP_K: record.top_k,
-            Names.RETRIEVED: record.num_retrieved,
-        }
-        if self._capture_content:
-            attributes[Names.QUESTION] = record.question
-            if record.prompt is not None:
-                found = (*record.prompt.used, *record.prompt.dropped)
-                attributes[Names.DOCUMENTS] = json.dumps(
-                    [{"id": s.chunk.id, "score": s.score, "content": s.chunk.text} for s in found],
-                    ensure_ascii=False,
-                )
-        return attributes
-
-    def _chat(self, record: AnswerRecord, stages: list[tuple[str, int, int]]) -> Attributes:
-        attributes = {
             Names.OPERATION: "chat",
             Names.PROVIDER: PROVIDER,
             Names.MODEL: record.model,
             Names.STREAM: True,
-            **_request(record.params),
+            **{_PARAMETERS[name]: value for name, value in parameters.items()},
         }
         times = {name: (start, end) for name, start, end in stages}
         if "decode" in times:
             waited = times["decode"][0] - times["queue"][0]
             attributes[Names.TIME_TO_FIRST_CHUNK] = waited / 1e9
-        completion = record.completion
         if completion is not None:
             attributes |= {
                 Names.RESPONSE_ID: completion.request_id,
@@ -310,54 +359,309 @@ class AnswerTracer:
             }
         if self._capture_content:
             if record.prompt is not None:
-                attributes[Names.INPUT_MESSAGES] = _messages("user", record.prompt.text)
+                attributes[Names.INPUT_MESSAGES] = _messages(record.prompt)
             if completion is not None:
                 attributes[Names.OUTPUT_MESSAGES] = _answers(completion)
+        if self._openinference:
+            attributes |= self._kind("LLM")
+            attributes[OpenInferenceNames.MODEL] = record.model
+            attributes[OpenInferenceNames.PARAMETERS] = json.dumps(parameters, ensure_ascii=False)
+            if completion is not None:
+                attributes |= {
+                    OpenInferenceNames.PROMPT_TOKENS: completion.usage.prompt_tokens,
+                    OpenInferenceNames.CACHED_TOKENS: completion.usage.cached_tokens,
+                    OpenInferenceNames.COMPLETION_TOKENS: completion.usage.completion_tokens,
+                    OpenInferenceNames.TOTAL_TOKENS: completion.usage.total_tokens,
+                }
+            attributes |= self._values(record.prompt, completion)
+        return attributes
+
+    def _kind(self, kind: str) -> Attributes:
+        return {OpenInferenceNames.KIND: kind} if self._openinference else {}
+
+    def _values(
+        self, given: str | Sequence[Mapping[str, Any]] | None, completion: Completion | None
+    ) -> Attributes:
+        """What went into a span's work and what came out, as OpenInference has it."""
+        attributes: Attributes = {}
+        if self._openinference and self._capture_content:
+            if given is not None:
+                attributes[OpenInferenceNames.INPUT] = (
+                    given if isinstance(given, str) else json.dumps(list(given), ensure_ascii=False)
+                )
+            if completion is not None:
+                attributes[OpenInferenceNames.OUTPUT] = completion.text
         return attributes
 
 
-def _request(params: SamplingParams) -> Attributes:
+class GenerationTracer(_Tracer):
+    """Makes the spans of a plain request to the engine, one that no pipeline made.
+
+        parent = tracer.current_context()
+        async with engine.stream(prompt, params) as stream:
+            ...
+        tracer.emit(GenerationRecord.of(stream, params, model=engine.model_name), parent)
+
+    :param tracer_provider: None is the one the application has installed, if any.
+    :param capture_content: put prompts and answers into the spans.
+    :param openinference: give the spans OpenInference's attributes too.
+    """
+
+    def emit(self, record: GenerationRecord, parent: Context | None) -> str | None:
+        """Make the spans of a request that has ended, under `parent`.
+
+        :returns: the trace's id, 32 hexadecimal digits; None if there is no trace.
+        """
+        stages = record.stages()
+        if self._tracer is None or not stages:
+            return None
+        return self._emit(self._chat(record, stages), parent)
+
+
+class AnswerTracer(_Tracer):
+    """Makes an answer's spans.
+
+    :param tracer_provider: None is the one the application has installed, if any.
+    :param capture_content: put questions, documents and answers into the spans.
+    :param openinference: give the spans OpenInference's attributes too.
+    """
+
+    def emit(self, record: AnswerRecord, parent: Context | None) -> str | None:
+        """Make the spans of an answer that has ended, under `parent`.
+
+        :returns: the trace's id, 32 hexadecimal digits; None if there is no trace.
+        """
+        stages = record.stages()
+        if self._tracer is None or not stages:
+            return None
+        answer = _SpanData(
+            f"invoke_workflow {record.name}",
+            stages[0][1],
+            stages[-1][2],
+            self._workflow(record),
+            record.error,
+            lambda: self._inside(record, stages),
+        )
+        return self._emit(answer, parent)
+
+    def _inside(self, record: AnswerRecord, stages: Stages) -> list[_SpanData]:
+        spans = []
+        for stage, start, end in stages:
+            match stage:
+                case "embedding" if record.embedding_model is not None:
+                    name, attributes = f"embeddings {record.embedding_model}", self._embedding
+                case "retrieval":
+                    name, attributes = f"retrieval {record.index}", self._retrieval
+                case "context":
+                    name, attributes = "rag.context", self._context
+                case _:
+                    continue
+            spans.append(_SpanData(name, start, end, attributes(record)))
+        generation = record.generation
+        if generation is not None:
+            if self._capture_content and record.prompt is not None:
+                generation = replace(generation, prompt=record.prompt.text)
+            spans.append(self._chat(generation, generation.stages()))
+        return _failed_in_the_last(spans, record.error)
+
+    def _workflow(self, record: AnswerRecord) -> Attributes:
+        attributes: Attributes = {
+            Names.OPERATION: "invoke_workflow",
+            Names.PROVIDER: PROVIDER,
+            Names.WORKFLOW: record.name,
+            **self._kind("CHAIN"),
+            **self._values(record.question, record.completion),
+        }
+        if self._capture_content:
+            attributes[Names.INPUT_MESSAGES] = _messages(record.question)
+            if record.completion is not None:
+                attributes[Names.OUTPUT_MESSAGES] = _answers(record.completion)
+        return attributes
+
+    def _embedding(self, record: AnswerRecord) -> Attributes:
+        attributes: Attributes = {
+            Names.OPERATION: "embeddings",
+            Names.PROVIDER: PROVIDER,
+            Names.MODEL: record.embedding_model or "",
+            **self._kind("EMBEDDING"),
+            **self._values(record.question, None),
+        }
+        if record.dimension is not None:
+            attributes[Names.DIMENSION] = record.dimension
+        if self._openinference:
+            attributes[OpenInferenceNames.EMBEDDING_MODEL] = record.embedding_model or ""
+        return attributes
+
+    def _retrieval(self, record: AnswerRecord) -> Attributes:
+        attributes: Attributes = {
+            Names.OPERATION: "retrieval",
+            Names.PROVIDER: PROVIDER,
+            Names.DATA_SOURCE: record.index,
+            Names.RETRIEVAL_TOP_K: record.top_k,
+            Names.RETRIEVED: len(record.found),
+            **self._kind("RETRIEVER"),
+            **self._values(record.question, None),
+        }
+        if self._openinference:
+            for number, scored in enumerate(record.found):
+                attributes[OpenInferenceNames.DOCUMENT_ID.format(number)] = scored.chunk.id
+                attributes[OpenInferenceNames.DOCUMENT_SCORE.format(number)] = float(scored.score)
+                if self._capture_content:
+                    name = OpenInferenceNames.DOCUMENT_CONTENT.format(number)
+                    attributes[name] = scored.chunk.text
+        if self._capture_content:
+            attributes[Names.QUESTION] = record.question
+            attributes[Names.DOCUMENTS] = json.dumps(
+                [
+                    {"id": s.chunk.id, "score": float(s.score), "content": s.chunk.text}
+                    for s in record.found
+                ],
+                ensure_ascii=False,
+            )
+        return attributes
+
+    def _context(self, record: AnswerRecord) -> Attributes:
+        attributes, prompt = self._kind("CHAIN"), record.prompt
+        if prompt is not None:
+            attributes |= {
+                Names.CONTEXT_ORDER: prompt.order,
+                Names.CONTEXT_USED: len(prompt.used),
+                Names.CONTEXT_DROPPED: len(prompt.dropped),
+                Names.CONTEXT_TOKENS: prompt.num_tokens,
+            }
+        return attributes
+
+
+def request_context(headers: Mapping[str, str]) -> Context | None:
+    """The place in a trace of the request that is being handled.
+
+    If a span is current, as with a framework that is instrumented, it is that; otherwise what
+    the headers say, `traceparent` and `baggage` for example, read with the propagators the
+    application has set. None without OpenTelemetry.
+
+    :param headers: of the request; their names in any case.
+    """
+    try:
+        from opentelemetry import context, propagate, trace
+    except ImportError:
+        return None
+    if trace.get_current_span().get_span_context().is_valid:
+        return context.get_current()
+    # Propagators ask for names in lower case. One header may come in several lines.
+    carrier: dict[str, list[str]] = {}
+    for name, value in headers.items():
+        carrier.setdefault(name.lower(), []).append(value)
+    return propagate.extract(carrier)
+
+
+def error_type(error: BaseException) -> str:
+    """OpenTelemetry's `error.type` for an exception; "cancelled" for a cancellation."""
+    if not isinstance(error, Exception | KeyboardInterrupt | SystemExit):
+        return _CANCELLED  # asyncio's and trio's, which share no base class
+    kind = type(error)
+    if kind.__module__ == "builtins":
+        return kind.__qualname__
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _completion(stream: Stream) -> Completion | None:
+    """What has come of it; None while it runs."""
+    try:
+        return stream.completion
+    except RuntimeError:
+        return None
+
+
+def _clock_offset() -> int:
+    """What to add to `time.monotonic_ns` for the time of day, in nanoseconds."""
+    best = offset = 0
+    for attempt in range(3):
+        before = time.monotonic_ns()
+        now = time.time_ns()
+        took = time.monotonic_ns() - before
+        # Another thread may have run in between; the shortest try is the truest.
+        if attempt == 0 or took < best:
+            best, offset = took, now - before - took // 2
+    return offset
+
+
+def _make(
+    tracer: Tracer, data: _SpanData, parent: Context | None, offset: int
+) -> SpanContext | None:
+    """Make a span and those inside it; None if it is not recorded, and then neither are those.
+
+    All of it is in this process, which is what kind INTERNAL is for; CLIENT would say that
+    another service was called.
+    """
+    span = tracer.start_span(
+        data.name, parent, attributes=data.attributes, start_time=data.start + offset
+    )
+    if not span.is_recording():
+        return None
+    from opentelemetry.trace import Status, StatusCode, set_span_in_context
+
+    if data.inside is not None:
+        context = set_span_in_context(span, parent)
+        for inner in data.inside():
+            _make(tracer, inner, context, offset)
+    if data.error is not None:
+        # The kind only: an error's message may quote what was asked.
+        span.set_attribute(Names.ERROR, data.error)
+        span.set_status(Status(StatusCode.ERROR))
+    span.end(data.end + offset)
+    return span.get_span_context()
+
+
+def _failed_in_the_last(spans: list[_SpanData], error: str | None) -> list[_SpanData]:
+    """What failed, failed in the last stage that began."""
+    if error is not None and spans:
+        spans[-1] = replace(spans[-1], error=error)
+    return spans
+
+
+def _parameters(params: SamplingParams) -> dict[str, Any]:
     """The sampling parameters that conventions name, where they are not switched off."""
     given: dict[str, Any] = {
-        Names.CHOICES: params.n if params.n > 1 else None,
-        Names.TEMPERATURE: params.temperature,
-        Names.TOP_P: params.top_p,
-        Names.TOP_K: params.top_k or None,
-        Names.MAX_TOKENS: params.max_tokens,
-        Names.FREQUENCY_PENALTY: params.frequency_penalty or None,
-        Names.PRESENCE_PENALTY: params.presence_penalty or None,
-        Names.SEED: params.seed,
-        Names.STOP: list(params.stop or ()) or None,
+        "n": params.n if params.n > 1 else None,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k or None,
+        "max_tokens": params.max_tokens,
+        "frequency_penalty": params.frequency_penalty or None,
+        "presence_penalty": params.presence_penalty or None,
+        "seed": params.seed,
+        "stop": list(params.stop or ()) or None,
     }
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _context(record: AnswerRecord) -> Attributes:
-    prompt = record.prompt
-    if prompt is None:
-        return {}
-    return {
-        Names.CONTEXT_ORDER: prompt.order,
-        Names.CONTEXT_USED: len(prompt.used),
-        Names.CONTEXT_DROPPED: len(prompt.dropped),
-        Names.CONTEXT_TOKENS: prompt.num_tokens,
-    }
+_PARAMETERS: Final = {
+    "n": Names.CHOICES,
+    "temperature": Names.TEMPERATURE,
+    "top_p": Names.TOP_P,
+    "top_k": Names.TOP_K,
+    "max_tokens": Names.MAX_TOKENS,
+    "frequency_penalty": Names.FREQUENCY_PENALTY,
+    "presence_penalty": Names.PRESENCE_PENALTY,
+    "seed": Names.SEED,
+    "stop": Names.STOP,
+}
 
 
-def _prefill(record: AnswerRecord) -> Attributes:
-    prompt, timeline = record.prompt, record.timeline
-    if prompt is None or timeline is None:
-        return {}
-    chunks = list(timeline.chunks)
-    return {
-        Names.PREFILL_PROMPT: prompt.num_tokens,
-        Names.PREFILL_CACHED: timeline.cached_tokens,
+def _prefill(record: GenerationRecord) -> Attributes:
+    tokens, completion = record.prompt_tokens, record.completion
+    if tokens is None and completion is not None:
+        tokens = completion.usage.prompt_tokens
+    attributes: Attributes = {} if tokens is None else {Names.PREFILL_PROMPT: tokens}
+    chunks = record.timeline.chunks
+    return attributes | {
+        Names.PREFILL_CACHED: record.timeline.cached_tokens,
         Names.PREFILL_COMPUTED: sum(chunk.num_tokens for chunk in chunks),
         Names.PREFILL_CHUNKS: len(chunks),
     }
 
 
-def _decode(record: AnswerRecord) -> Attributes:
+def _decode(record: GenerationRecord) -> Attributes:
     completion = record.completion
     if completion is None:
         return {}
@@ -370,12 +674,17 @@ def _decode(record: AnswerRecord) -> Attributes:
     return attributes
 
 
-def _message(role: str, text: str) -> dict[str, Any]:
+def _message(role: str, content: Any) -> dict[str, Any]:
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
     return {"role": role, "parts": [{"type": "text", "content": text}]}
 
 
-def _messages(role: str, text: str) -> str:
-    return json.dumps([_message(role, text)], ensure_ascii=False)
+def _messages(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return json.dumps(
+        [_message(message["role"], message["content"]) for message in messages],
+        ensure_ascii=False,
+    )
 
 
 def _answers(completion: Completion) -> str:
@@ -386,13 +695,3 @@ def _answers(completion: Completion) -> str:
         ],
         ensure_ascii=False,
     )
-
-
-def _end(span: Span, at: int, error: str | None) -> None:
-    if error is not None:
-        from opentelemetry.trace import Status, StatusCode
-
-        # The kind only: an error's message may quote what was asked.
-        span.set_attribute(Names.ERROR, error)
-        span.set_status(Status(StatusCode.ERROR))
-    span.end(at)

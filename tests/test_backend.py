@@ -25,7 +25,7 @@ from ragserve.kernels import NativeUnavailableError, load_native
 PROMPT = list(range(4, 40))
 
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.cpu]
 
 
 @pytest.fixture

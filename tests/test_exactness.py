@@ -28,6 +28,8 @@ from ragserve.engine.core import EngineCore
 from ragserve.engine.models import load_model
 from ragserve.engine.runner import ModelRunner
 
+pytestmark = pytest.mark.cpu
+
 FAMILIES = ("llama", "llama3", "mistral", "qwen2", "qwen3", "smollm2")
 VOCAB_SIZE = 384
 BLOCK_SIZE = 16

@@ -17,7 +17,7 @@ import torch
 from ragserve.engine import LLM, Completion, Engine, Prompt, SamplingParams, Segment
 from ragserve.engine.models.gguf import convert
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.cpu]
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams.greedy(max_tokens=NUM_TOKENS, ignore_eos=True)

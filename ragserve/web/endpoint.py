@@ -1,0 +1,192 @@
+"""A route that generates: who may ask, what answers, what is told of a failure and logged."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import anyio
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ragserve.engine import Engine
+from ragserve.pipeline import RagPipeline
+from ragserve.tracing import request_context
+
+from .bodies import json_response, read_json
+from .generation import Generation
+from .limits import Concurrency, Keyring, KeyState
+from .models import Models
+from .problem import Problem, problem_of
+from .protocol import Options
+from .requestlog import RequestLog, logger
+from .responses import Format, error_chunk, stream, whole
+from .sse import SSEResponse, until_disconnect
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
+
+__all__ = ["Answer", "Asking", "Endpoint", "Rules"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What holds for all requests that generate. See `openai_app`."""
+
+    keys: Keyring
+    concurrency: Concurrency
+    max_body_bytes: int
+    log_requests: bool
+    heartbeat: float | None
+
+
+class Answer(NamedTuple):
+    """What answers a request, and how that is written down."""
+
+    generation: Generation
+    form: Format
+
+
+class Asking:
+    """One request on its way: who asks, and what for."""
+
+    options: Options
+    """Set when it is admitted."""
+
+    def __init__(self, key: KeyState | None, parent: Context | None, log: RequestLog) -> None:
+        self.parent = parent
+        self.namespace: str | None = None
+        self.log = log
+        self._key = key
+
+    def admit(self, options: Options, models: Models) -> Engine | RagPipeline:
+        """The model that is asked.
+
+        :raises Problem: if there is none of that name, or the namespace is another's.
+        """
+        self.options = options
+        self.log.stream = options.stream
+        asked = options.namespace
+        self.namespace = asked if self._key is None else self._key.namespace_of(asked)
+        model = models.find(options.model)
+        self.log.model = options.model
+        return model
+
+
+class Endpoint:
+    """A route that generates: from a request to its log.
+
+    :param rules: for all requests.
+    :param answer: makes of a body what answers it.
+    :param prefix: what ids of its answers begin with.
+    :param prompt: the field of the body that the prompt is in.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        answer: Callable[[object, Asking], Awaitable[Answer]],
+        *,
+        path: str,
+        prefix: str,
+        prompt: str,
+    ) -> None:
+        self._rules = rules
+        self._answer = answer
+        self.path = path
+        self._prefix = prefix
+        self._prompt = prompt
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request. Returns when the response has ended, or its client has left."""
+        log = RequestLog(self.path, f"{self._prefix}-{secrets.token_hex(12)}")
+        try:
+            # The places of a request among those under way are its own until the response ends.
+            with contextlib.ExitStack() as places:
+                try:
+                    response = await self._respond(Headers(scope=scope), receive, places, log)
+                except Exception as error:
+                    response = self._refuse(log, error)
+                    if log.status == 500:
+                        logger.exception("a request failed: %s", log.request_id)
+                await response(scope, receive, send)
+        finally:
+            if self._rules.log_requests:
+                log.write()
+
+    async def _respond(
+        self, headers: Headers, receive: Receive, places: contextlib.ExitStack, log: RequestLog
+    ) -> Response:
+        rules = self._rules
+        key = rules.keys.find(headers.get("authorization"))
+        if key is not None:
+            log.key = key.name
+            key.count()
+            places.enter_context(key.concurrency.slot())
+        places.enter_context(rules.concurrency.slot())
+        data = await read_json(headers, receive, rules.max_body_bytes)
+        asking = Asking(key, request_context(headers), log)
+        answer = await self._answer(data, asking)
+        if asking.options.stream:
+            return self._stream(answer, asking)
+        try:
+            await until_disconnect(receive, _run(answer.generation))
+        finally:
+            await self._end(answer.generation, log)
+        body = whole(
+            answer.generation, answer.form, answer_id=log.request_id, model=asking.options.model
+        )
+        log.status = 200
+        return json_response(body, headers={"x-request-id": log.request_id})
+
+    def _stream(self, answer: Answer, asking: Asking) -> Response:
+        log, generation = asking.log, answer.generation
+
+        def succeed() -> None:
+            log.status = 200
+
+        def fail(error: Exception) -> bytes:
+            return error_chunk(self._problem(log, error))
+
+        events = stream(
+            generation,
+            answer.form,
+            answer_id=log.request_id,
+            model=asking.options.model,
+            include_usage=asking.options.include_usage,
+            on_end=succeed,
+        )
+        return SSEResponse(
+            events,
+            close=partial(self._end, generation, log),
+            heartbeat=self._rules.heartbeat,
+            headers={"x-request-id": log.request_id},
+            on_error=partial(self._refuse, log),
+            error_event=fail,
+        )
+
+    async def _end(self, generation: Generation, log: RequestLog) -> None:
+        with anyio.CancelScope(shield=True):
+            await generation.aclose()
+        log.note(generation.completions)
+
+    def _problem(self, log: RequestLog, error: Exception) -> Problem:
+        problem = problem_of(error, prompt=self._prompt)
+        log.status, log.error = problem.status, type(error).__name__
+        return problem
+
+    def _refuse(self, log: RequestLog, error: Exception) -> Response:
+        problem = self._problem(log, error)
+        headers = {**problem.headers, "x-request-id": log.request_id}
+        return json_response(problem.body(), problem.status, headers)
+
+
+async def _run(generation: Generation) -> None:
+    await generation.start()
+    async for _ in generation:
+        pass
