@@ -150,6 +150,7 @@ async def serve() -> None:
     )
     app.state.engine = engine
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # see `serving` in web.py
     print(listener.getsockname()[1], flush=True)
     config = uvicorn.Config(app, log_level="warning", access_log=False)
     await uvicorn.Server(config).serve(sockets=[listener])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeAlias
@@ -84,6 +84,11 @@ class RagTimings:
         return (
             self.embedding + self.retrieval + self.context + self.queue + self.prefill + self.decode
         )
+
+    def __str__(self) -> str:
+        stages = ((field.name, getattr(self, field.name)) for field in fields(self))
+        every = (*stages, ("total", self.total))
+        return ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in every)
 
 
 @dataclass(frozen=True, slots=True)

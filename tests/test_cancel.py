@@ -669,7 +669,8 @@ async def test_two_thousand_cancels_leak_nothing(
         await check_idle(engine)
         assert sum(reference() is not None for reference in streams) == 0
         assert engine_threads() == threads_before
-        assert count_tasks(anyio_backend_name) == tasks_before
+        # A timer of trio's that was there before may have ended.
+        assert count_tasks(anyio_backend_name) <= tasks_before
 
 
 def engine_threads() -> list[str]:

@@ -20,7 +20,7 @@ from ragserve.engine import (
     SamplingParams,
 )
 from ragserve.index import FaissIndex, ScoredChunk
-from ragserve.pipeline import AnswerStream, Done, RagPipeline, Retrieved
+from ragserve.pipeline import AnswerStream, Done, RagPipeline, RagTimings, Retrieved
 from ragserve.prompting import PromptTemplate
 from ragserve.testing import ScriptedFailure, ScriptedModel
 
@@ -324,3 +324,11 @@ async def test_what_has_not_ended_has_no_timings() -> None:
         with pytest.raises(RuntimeError, match="no completion"):
             _ = answer.completion
         assert "not started" in repr(answer)
+
+
+def test_timings_read_as_milliseconds() -> None:
+    timings = RagTimings(0.024, 0.0012, 0.002, 0.0, 0.5, 1.25)
+    assert str(timings) == (
+        "embedding 24.0 ms, retrieval 1.2 ms, context 2.0 ms, queue 0.0 ms, "
+        "prefill 500.0 ms, decode 1250.0 ms, total 1777.2 ms"
+    )
