@@ -16,8 +16,9 @@ import torch
 
 from ragserve.engine import LLM, Completion, Engine, Prompt, SamplingParams, Segment
 from ragserve.engine.models.gguf import convert
+from ragserve.kernels import load_native
 
-pytestmark = [pytest.mark.timeout(400), pytest.mark.cpu]
+pytestmark = pytest.mark.timeout(400)
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams.greedy(max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -168,6 +169,21 @@ def test_alone_then_together_from_the_cache(
     assert [c.usage.cached_tokens for c in alone[1]] == [
         (len(case.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE for case in cases
     ]
+
+
+def test_on_torchs_operations(
+    folder: Path, cases: list[Case], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What goes wrong in company is looked for on small models; see the marker `cpu`."""
+    monkeypatch.setenv("RAGSERVE_NATIVE", "0")
+    short = [case for case in cases if len(case.prompt) < 200]
+    load_native.cache_clear()
+    try:
+        with LLM(folder, dtype="float32", max_model_len=1200) as llm:
+            completions = llm.generate([case.prompt for case in short], GREEDY)
+    finally:
+        load_native.cache_clear()
+    assert [c.token_ids for c in completions] == [case.expected for case in short]
 
 
 def test_batch_of_32_with_staggered_arrivals(folder: Path, cases: list[Case]) -> None:
