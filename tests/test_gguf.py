@@ -34,8 +34,6 @@ from ragserve.engine.errors import ModelLoadError, UnsupportedModelError
 from ragserve.engine.models.gguf import convert
 from ragserve.engine.models.gguf_tokenizer import build_tokenizer
 
-pytestmark = pytest.mark.cpu
-
 TOKENS = ["<|end|>", "<|user|>", *"abcdefgh", "Ġ", "ab", "Ġa", "Ġab", "1", "2", "<|think|>"]
 KINDS = [3, 3] + [1] * (len(TOKENS) - 3) + [4]
 MERGES = ["a b", "Ġ a", "Ġ ab"]

@@ -22,8 +22,6 @@ from ragserve.engine.sampler import InvalidLogitsError, Sampler, SamplingState
 from ragserve.engine.sampling import SamplingParams
 from ragserve.kernels import philox
 
-pytestmark = pytest.mark.cpu
-
 NAN, INF = math.nan, math.inf
 
 

@@ -20,7 +20,7 @@ from ragserve.kernels import load_native
 
 pytestmark = pytest.mark.timeout(400)
 
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 GREEDY = SamplingParams.greedy(max_tokens=NUM_TOKENS, ignore_eos=True)
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 30 * BLOCK_SIZE * 3 * 64 * 4
