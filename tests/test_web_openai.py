@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import shutil
 import subprocess
 import threading
 import time
@@ -235,6 +236,7 @@ def test_the_clients_stream_helper(client: openai.OpenAI) -> None:
     assert completion.usage.completion_tokens == 2 * (len(REPLY.encode()) + 1)
 
 
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 def test_curl_sees_each_event(shared: Served) -> None:
     command = ["curl", "-sN", "--noproxy", "*", f"{shared.url}/v1/chat/completions"]
     command += ["-H", "content-type: application/json", "-D", "-", "-d"]
