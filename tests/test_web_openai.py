@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import socket
 import shutil
+import socket
 import subprocess
 import threading
 import time
