@@ -30,6 +30,7 @@ from ragserve.tracing import GenerationRecord, GenerationTracer
 
 from .problem import Problem
 from .protocol import GivenDocument
+from .sources import source_data
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -244,7 +245,7 @@ class RagGeneration:
         if not isinstance(event, Retrieved):
             raise Problem(503, "the answer was ended before it began", code="request_aborted")
         self.extras = Extras(
-            [_source(s.number, s.chunk, s.score) for s in event.sources], len(event.dropped)
+            [source_data(s.number, s.chunk, s.score) for s in event.sources], len(event.dropped)
         )
 
     def __aiter__(self) -> RagGeneration:
@@ -308,7 +309,7 @@ async def document_prompt(
     build = partial(template.build, question, scored, engine.tokenizer, limit)
     built = await anyio.to_thread.run_sync(build, abandon_on_cancel=True)
     used = chunks[: len(built.used)]
-    sources = [_source(number, chunk) for number, chunk in enumerate(used, 1)]
+    sources = [source_data(number, chunk) for number, chunk in enumerate(used, 1)]
     return built.tokenized, Extras(sources, len(built.dropped))
 
 
@@ -317,16 +318,6 @@ def _chunk(place: int, document: GivenDocument) -> Chunk:
     text = f"{document.title}\n{document.text}" if document.title else document.text
     metadata = {} if document.title is None else {"title": document.title}
     return Chunk(document.id, document.id, text, place, metadata)
-
-
-def _source(number: int, chunk: Chunk, score: float | None = None) -> dict[str, Any]:
-    source: dict[str, Any] = {"number": number, "id": chunk.id, "document_id": chunk.document_id}
-    if score is not None:
-        source["score"] = score
-    if (title := chunk.metadata.get("title")) is not None:
-        source["title"] = title
-    source["text"] = chunk.text
-    return source
 
 
 def _completion(stream: Stream | AnswerStream) -> Completion | None:

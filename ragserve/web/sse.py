@@ -36,6 +36,7 @@ from ragserve.engine import Completion, Delta, EngineClosedError, Stream
 from ragserve.pipeline import AnswerStream, Done, RagTimings, Retrieved, Source
 
 from .errors import ClientLeftError, error_response, public_message, public_type, status_of
+from .sources import source_data
 
 __all__ = ["Event", "SSEResponse", "error_event", "sse", "until_disconnect"]
 
@@ -377,7 +378,10 @@ class _AnswerEvents:
                 trace_id = self._answer.trace_id if isinstance(self._answer, AnswerStream) else None
                 return _done(event.completion, event.timings, event.sources, trace_id)
             if isinstance(event, Retrieved):
-                sources = [_source(source, self._text) for source in event.sources]
+                sources = [
+                    source_data(source.number, source.chunk, source.score, text=self._text)
+                    for source in event.sources
+                ]
                 return _event("retrieval", {"sources": sources, "dropped": len(event.dropped)})
             # A delta may hold no text: of a character that is not complete, say.
             if event.text or (self._token_ids and event.token_ids):
@@ -391,21 +395,6 @@ class _AnswerEvents:
         if self._token_ids:
             data["token_ids"] = delta.token_ids
         return data
-
-
-def _source(source: Source, text: bool) -> dict[str, Any]:
-    chunk = source.chunk
-    data: dict[str, Any] = {
-        "number": source.number,
-        "id": chunk.id,
-        "document_id": chunk.document_id,
-        "score": float(source.score),  # of numpy, from some retrievers
-    }
-    if (title := chunk.metadata.get("title")) is not None:
-        data["title"] = title
-    if text:
-        data["text"] = chunk.text
-    return data
 
 
 _RAG_STAGES = tuple(field.name for field in fields(RagTimings))
