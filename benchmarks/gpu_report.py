@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from gpu_workloads import WORKS, Ceilings, floor
+from page import write_part
 
 __all__ = ["Results", "read_records", "section", "short", "write_section"]
 
 Record = dict[str, Any]
 
-BEGIN, END = "<!-- gpu:begin -->", "<!-- gpu:end -->"
 _NOTES = ("start", "end", "open")
 """Kinds of records that are no figures."""
 
@@ -104,11 +104,7 @@ def write_section(path: Path, text: str) -> None:
 
     :raises ValueError: if the markers are not there.
     """
-    before, _, rest = path.read_text().partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise ValueError(f"{path} has no {BEGIN} ... {END}")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
+    write_part(path, "gpu", text)
 
 
 # -- the section ----------------------------------------------------------------------------------

@@ -42,6 +42,7 @@ HERE = Path(__file__).resolve().parent
 # `python -P` leaves it out, for the repository's root has folders that shadow packages.
 sys.path.insert(0, str(HERE))
 
+from page import write_part  # noqa: E402
 from soak_app import CLOSED  # noqa: E402
 from soak_clients import BEHAVIOURS, Client, Lost, Visitor, request  # noqa: E402
 
@@ -52,7 +53,6 @@ MORE_FILES = 3
 """Files that may be open at the end beyond those before the first client."""
 MORE_THREADS = 8
 """Threads likewise, of pools that fill when they are first needed."""
-BEGIN, END = "<!-- soak:begin -->", "<!-- soak:end -->"
 
 
 @dataclass
@@ -314,15 +314,6 @@ def summary(options: argparse.Namespace, result: Result) -> dict[str, Any]:
     }
 
 
-def write(path: Path, text: str) -> None:
-    """Put `text` between the markers of the file."""
-    before, _, rest = path.read_text().partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{path} has no {BEGIN} ... {END}")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -352,7 +343,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps(summary(options, result), indent=1))
     if options.write:
-        write(options.write, text)
+        write_part(options.write, "soak", text)
     sys.exit(1 if result.faults(options.max_growth_mib) else 0)
 
 

@@ -59,12 +59,16 @@ from ragserve.testing import ScriptedModel, byte_tokenizer
 from ragserve.web import sse
 
 HERE = Path(__file__).resolve().parent
+# `python -P` leaves it out, for the repository's root has folders that shadow packages.
+sys.path.insert(0, str(HERE))
+
+from page import write_part  # noqa: E402
+
 PROMPT = "Tell a long story about a fox, a dog and the sky above them."
 TARGETS = {7.0: 0.95, 1.0: 0.9}
 """Share of its speed that the engine is to keep, by the milliseconds of a step."""
 SPREAD = 0.5
 """Answers with a mean length are up to this much shorter or longer."""
-BEGIN, END = "<!-- web:begin -->", "<!-- web:end -->"
 
 
 # -- models ---------------------------------------------------------------------------------------
@@ -516,15 +520,6 @@ def _line(rows: Sequence[dict[str, Any]]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def write(path: Path, text: str) -> None:
-    """Put `text` between the markers of the file."""
-    before, _, rest = path.read_text().partition(BEGIN)
-    _, found, after = rest.partition(END)
-    if not found:
-        raise SystemExit(f"{path} has no {BEGIN} ... {END}")
-    path.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}")
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -556,7 +551,7 @@ def main() -> None:
         content = {"load_average_before": load, "options": vars(options), "rows": rows}
         options.json.write_text(json.dumps(content, indent=1, default=str))
     if options.write:
-        write(options.write, text)
+        write_part(options.write, "web", text)
 
 
 if __name__ == "__main__":

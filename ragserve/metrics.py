@@ -539,9 +539,7 @@ class _EngineListener:
             PREFILL: request.prefill,
             DECODE: request.decode,
         }
-        for name, seconds in times.items():
-            if seconds is not None:
-                self._histograms[name].record(seconds, self._attributes)
+        _record_times(self._histograms, times, self._attributes)
 
 
 class _AnswerListener:
@@ -561,9 +559,7 @@ class _AnswerListener:
             RETRIEVAL: answer.retrieval,
             CONTEXT: answer.context,
         }
-        for name, seconds in times.items():
-            if seconds is not None:
-                self._histograms[name].record(seconds, self._attributes)
+        _record_times(self._histograms, times, self._attributes)
 
 
 class _Instruments:
@@ -646,6 +642,17 @@ def _append(family: Family, metric: _Metric[Any], value: Value, labels: Attribut
             family.samples.append(({**labels, metric.label: label}, number))
     else:
         family.samples.append((labels, value))
+
+
+def _record_times(
+    histograms: Mapping[str, Histogram],
+    times: Mapping[str, float | None],
+    attributes: Attributes,
+) -> None:
+    """Those that there are."""
+    for name, seconds in times.items():
+        if seconds is not None:
+            histograms[name].record(seconds, attributes)
 
 
 def _record_duration(
