@@ -30,10 +30,10 @@ web: $(INSTALLED)
 	$(PY) examples/webapp/app.py $(WEB_ARGS)
 
 # What computes on the CPU is run twice: on the C kernels, if they could be built, and on torch's
-# operations.
+# operations. (5 is pytest's status if PYTEST_ARGS choose none of those.)
 test: lint typecheck
 	$(PY) -m pytest $(PYTEST_ARGS)
-	RAGSERVE_NATIVE=0 $(PY) -m pytest -m cpu $(PYTEST_ARGS)
+	RAGSERVE_NATIVE=0 $(PY) -m pytest -m cpu $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .
