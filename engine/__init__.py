@@ -18,13 +18,27 @@ from .errors import (
 )
 from .handoff import current_event_loop, run_in
 from .loading import LoadedModel, ModelSource, PretrainedModel
-from .outputs import Choice, Completion, Delta, FinishReason, Timings, TokenLogprob, Usage
+from .outputs import (
+    Choice,
+    Completion,
+    Delta,
+    FinishReason,
+    MissReason,
+    ReuseSource,
+    SegmentReuse,
+    Timings,
+    TokenLogprob,
+    Usage,
+)
+from .pins import Pin
+from .probe import PrefixProbe
 from .prompt import Prompt, PromptLike, Retention, Segment, SegmentKind, TokenizedPrompt
 from .request import Chunk, Request, Timeline
 from .sampling import SamplingParams
 from .scheduler import SampledToken, ScheduledChunk, StepPlan, StepResult
 from .statistics import (
     STAGE_BOUNDARIES,
+    CacheStatistics,
     Distribution,
     FinishedRequest,
     Histogram,
@@ -35,6 +49,7 @@ from .statistics import (
 from .stream import Stream
 from .sync import LLM
 from .text import Tokenizer
+from .tiers import TierStatistics
 
 __all__ = [
     # the face
@@ -45,6 +60,8 @@ __all__ = [
     "SamplingParams",
     "Health",
     "Statistics",
+    "CacheStatistics",
+    "TierStatistics",
     "Distribution",
     "FinishedRequest",
     "Listener",
@@ -52,6 +69,8 @@ __all__ = [
     "Prompt",
     "PromptLike",
     "Retention",
+    "Pin",
+    "PrefixProbe",
     "Segment",
     "SegmentKind",
     "TokenizedPrompt",
@@ -60,6 +79,9 @@ __all__ = [
     "Completion",
     "Delta",
     "FinishReason",
+    "MissReason",
+    "ReuseSource",
+    "SegmentReuse",
     "Timings",
     "TokenLogprob",
     "Usage",

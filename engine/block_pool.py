@@ -6,22 +6,43 @@ Pure bookkeeping; the tensors are in `kv_cache.py`. A block is in exactly one of
     cached    nobody holds it, but a key finds it: a later request with that prefix may take it
     held      at least one request holds it (it may have a key too, and then be shared)
 
-`allocate` takes free blocks first and then evicts cached ones: lowest retention class first,
-within a class the one unused for longest. All operations are O(1) per block.
+`allocate` takes free blocks first and then evicts cached ones, those first that are worth least.
+What a block is worth is LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001): how often it
+was used, where a use counts half after so many turnovers of the pool, times what it cost to compute
+and a weight for what it is. A block counts as worth at least as much as those that are found only
+through it, so the end of a prefix goes before its beginning.
 """
 
 from __future__ import annotations
 
 import hashlib
+import heapq
+import itertools
+import time
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import log2
+from typing import TypeAlias
 
+from .eviction import IdleBlocks
 from .prompt import Retention
 
-__all__ = ["BlockKey", "BlockLayout", "BlockPool", "PoolStatistics", "block_keys", "next_key"]
+__all__ = [
+    "BlockKey",
+    "BlockLayout",
+    "BlockPool",
+    "Keep",
+    "PoolStatistics",
+    "block_keys",
+    "next_key",
+    "root_key",
+]
+
+Place: TypeAlias = tuple[int | None, float]
+"""Level of an idle block, and its score."""
 
 BlockKey = bytes
 """Names the content of a block: its own tokens, all tokens before, and the namespace."""
@@ -38,11 +59,16 @@ class BlockLayout:
         segment    system    | document       | question, then the answer
 
     Block i always holds tokens `start(i)` to `start(i + 1)`, once all of them are computed.
+
+    :param closed: nothing will be generated, and the last segment's end is the end of a block
+        too. Then no more tokens than the segments' may be asked about.
     """
 
-    __slots__ = ("_starts", "block_size")
+    __slots__ = ("_closed_at", "_starts", "block_size")
 
-    def __init__(self, segment_lengths: Iterable[int], block_size: int) -> None:
+    def __init__(
+        self, segment_lengths: Iterable[int], block_size: int, *, closed: bool = False
+    ) -> None:
         self.block_size = block_size
         starts: list[int] = []
         position = 0
@@ -50,12 +76,15 @@ class BlockLayout:
             starts.extend(range(position, position + length, block_size))
             position += length
         self._starts = starts
+        self._closed_at = position if closed else None
 
     def start(self, block: int) -> int:
         """Position of the first token of the sequence's `block`-th block."""
         last = len(self._starts) - 1
         if block <= last:
             return self._starts[block]
+        if self._closed_at is not None:
+            return self._closed_at
         return self._starts[last] + (block - last) * self.block_size
 
     def starts(self, num_blocks: int) -> list[int]:
@@ -80,6 +109,8 @@ class BlockLayout:
         tail = self._starts[-1]
         if num_tokens < tail:
             return bisect_right(self._starts, num_tokens) - 1
+        if num_tokens == self._closed_at:
+            return len(self._starts)
         return len(self._starts) - 1 + (num_tokens - tail) // self.block_size
 
     def block_of(self, position: int) -> int:
@@ -103,16 +134,18 @@ def block_keys(
     :param known: keys of the first blocks, computed before.
     """
     keys = list(known)
-    if keys:
-        parent = keys[-1]
-    else:
-        parent = hashlib.blake2b(
-            namespace.encode("utf-8", "surrogatepass"), digest_size=32, person=b"ragserve-kv-root"
-        ).digest()
+    parent = keys[-1] if keys else root_key(namespace)
     for index in range(len(keys), layout.num_complete(len(token_ids))):
         parent = next_key(parent, token_ids[layout.start(index) : layout.start(index + 1)])
         keys.append(parent)
     return keys
+
+
+def root_key(namespace: str) -> BlockKey:
+    """What stands for the parent of a prompt's first block (see `block_keys`)."""
+    return hashlib.blake2b(
+        namespace.encode("utf-8", "surrogatepass"), digest_size=32, person=b"ragserve-kv-root"
+    ).digest()
 
 
 def next_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
@@ -135,32 +168,84 @@ class PoolStatistics:
     evictions: int
 
 
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """How long a segment's cached blocks are to be kept.
+
+    :param retention: the class they are kept in.
+    :param seconds: how long after each use that holds; None is for ever.
+    :param otherwise: the class after that.
+    """
+
+    retention: Retention
+    seconds: float | None = None
+    otherwise: Retention = Retention.ANSWER
+
+
+_LOG_WEIGHTS = {Retention.ANSWER: 0.0, Retention.DOCUMENT: 2.0, Retention.SYSTEM: 4.0}
+"""Logarithms, to the base of 2, of what a use of a full block is worth by its class."""
+_HALF_LIFE = 8.0
+"""Turnovers of the pool after which a use counts half. A turnover is as many blocks handed out as
+there are: a clock that needs no tuning to the size of the pool or the load."""
+_LEVELS = 2
+"""Levels of eviction in each doubling of worth."""
+_REMEMBERED = 4
+"""Evicted blocks whose uses are remembered, in sizes of the pool."""
+
+
 class BlockPool:
-    """Reference-counted blocks with a prefix index and eviction by (retention, age).
+    """Reference-counted blocks with a prefix index and eviction by worth.
 
     :param num_blocks: blocks there are; their numbers are 0 .. `num_blocks` - 1.
     :param enable_prefix_caching: if False, nothing is ever found or kept.
+    :param cost_aware: if False, the block that was unused for longest is evicted, whatever it is.
     """
 
-    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self, num_blocks: int, *, enable_prefix_caching: bool = True, cost_aware: bool = True
+    ) -> None:
         self.num_blocks = num_blocks
         self._caching = enable_prefix_caching
+        self._cost_aware = cost_aware
         # A stack, lowest number on top: memory is touched only as far as it was ever needed.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
         self._key_of: list[BlockKey | None] = [None] * num_blocks
-        self._retention = [Retention.ANSWER] * num_blocks
+        self._keep = [_DEFAULT] * num_blocks
+        self._log_cost = [0.0] * num_blocks
+        """Of computing it: to the base of 2, where a full block at a prompt's beginning is 0."""
+        self._score = [0.0] * num_blocks
+        """Its uses, as they counted at the last of them; and when that was, in turnovers."""
+        self._used_at = [0.0] * num_blocks
+        self._num_allocated = 0
         self._block_of: dict[BlockKey, int] = {}
-        self._idle: dict[Retention, OrderedDict[int, None]] = {
-            level: OrderedDict() for level in Retention
-        }
-        self._num_idle = 0
+        self._idle = IdleBlocks()
         self._evictions = 0
+        self._evicted: OrderedDict[BlockKey, tuple[float, float]] = OrderedDict()
+        """Score and last use of what was evicted, the latest last."""
+        self._pins: Counter[BlockKey] = Counter()
+        self._wanted: Counter[BlockKey] = Counter()
+        """What requests that wait would find, and how many of them."""
+        self._leases: list[tuple[int, int, int]] = []
+        """A heap of (monotonic nanoseconds, number, block): when an idle block's retention may
+        end; the end of a prefix before its beginning."""
+        self._lease_numbers = itertools.count()
+        self._lease_of: dict[int, int] = {}
+        """Idle blocks whose retention ends, and when."""
 
     @property
     def num_available(self) -> int:
         """Blocks that `allocate` could hand out now: free ones and cached ones."""
-        return len(self._free) + self._num_idle
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_pinned(self) -> int:
+        """Keys that are pinned, whether their blocks are there or not."""
+        return len(self._pins)
+
+    def __contains__(self, key: BlockKey) -> bool:
+        """Whether a block is found under the key. From any thread."""
+        return key in self._block_of
 
     def find(self, keys: Iterable[BlockKey]) -> list[int]:
         """Blocks of the longest prefix of `keys` that is stored. Does not change the pool.
@@ -175,17 +260,63 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
+    def num_found(self, keys: Sequence[BlockKey]) -> int:
+        """About how many blocks `find` would give, by bisection: a few look-ups however many keys.
+
+        Exact unless a block's prefix was evicted and it was not.
+        """
+        return bisect_left(keys, True, key=lambda key: key not in self._block_of)
+
     def num_idle_of(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` nobody holds: acquiring them makes that many fewer available."""
         return sum(1 for block in blocks if self._references[block] == 0)
 
+    def was_evicted(self, key: BlockKey) -> bool:
+        """Whether a block with this key made room for another, and that is not forgotten."""
+        return key in self._evicted
+
     def acquire(self, blocks: Iterable[int]) -> None:
-        """Hold `blocks` once more. They must be held or cached, not free."""
+        """Hold `blocks` once more, and use them. They must be held or cached, not free."""
+        references, idle = self._references, self._idle
+        score, used_at = self._score, self._used_at
+        now, last, decay = self._turnovers, 0.0, 0.0
         for block in blocks:
-            if self._references[block] == 0:
-                del self._idle[self._retention[block]][block]
-                self._num_idle -= 1
+            if references[block] == 0:
+                idle.remove(block)
+                if self._lease_of:
+                    self._lease_of.pop(block, None)
+            references[block] += 1
+            if used_at[block] != last or not decay:
+                last = used_at[block]
+                decay = 2.0 ** ((last - now) / _HALF_LIFE)
+            score[block] = 1.0 + score[block] * decay
+            used_at[block] = now
+
+    def hold(self, blocks: Iterable[int]) -> list[Place]:
+        """Hold `blocks` once more, so that they stay, without using them.
+
+        :returns: what `let_go` needs to put each back where it was.
+        """
+        places = []
+        for block in blocks:
+            level = None if self._references[block] else self._idle.remove(block)
+            places.append((level, self._score[block]))
             self._references[block] += 1
+        return places
+
+    def let_go(self, blocks: Sequence[int], places: Sequence[Place]) -> None:
+        """End a `hold`: a block that nobody has used meanwhile is as old as it was."""
+        # In reverse, so that of equals the first is the oldest again.
+        for block, (level, score) in zip(reversed(blocks), reversed(places), strict=True):
+            self._references[block] -= 1
+            if self._references[block]:
+                continue
+            if self._key_of[block] is None:
+                self._free.append(block)
+            elif level is None or self._score[block] != score:
+                self._become_idle(block, self._level(block), time.monotonic_ns())
+            else:
+                self._idle.add(block, level, oldest=True)
 
     def allocate(self, count: int) -> list[int] | None:
         """Hold `count` blocks with nothing in them; None, and no change, if there are too few.
@@ -195,25 +326,64 @@ class BlockPool:
         if count > self.num_available:
             return None
         blocks = []
+        if count > len(self._free) and self._leases:
+            self._end_leases()
         for _ in range(count):
             block = self._free.pop() if self._free else self._evict()
             self._references[block] = 1
             blocks.append(block)
+        self._num_allocated += count
         return blocks
 
-    def publish(self, block: int, key: BlockKey, retention: Retention) -> None:
+    def publish(self, block: int, key: BlockKey, keep: Keep, cost: float = 1.0) -> None:
         """Make a held block's content findable under `key`, now that it is complete.
 
         If another block has that key already, that one stays the one that is found and this one
         stays private. The higher retention wins where the two differ.
+
+        :param cost: of computing it, where a full block at the beginning of a prompt is 1.
         """
         if not self._caching:
             return
         found = self._block_of.setdefault(key, block)
         if found == block:
             self._key_of[block] = key
-        if retention > self._retention[found] or found == block:
-            self._retain(found, retention)
+            self._keep[block] = keep
+            self._log_cost[block] = log2(cost)
+            now = self._turnovers
+            score, last = self._evicted.pop(key, (0.0, now))
+            self._score[block] = 1.0 + score * 2.0 ** ((last - now) / _HALF_LIFE)
+            self._used_at[block] = now
+        else:
+            self.retain([found], keep)
+
+    def retain(self, blocks: Sequence[int], keep: Keep) -> None:
+        """Keep blocks that are found, in sequence order, at least as long as `keep` says."""
+        for block in reversed(blocks):
+            known = self._keep[block]
+            if known == keep or keep.retention < known.retention:
+                continue
+            if keep.retention == known.retention and known.seconds is None:
+                continue
+            self._change_keep(block, keep)
+
+    def note_use(self, blocks: Iterable[int]) -> None:
+        """Count a use of blocks that are as good as sure to be used again."""
+        for block in blocks:
+            self._score[block] += 1.0
+
+    def score_of(self, block: int) -> float:
+        """How often a block that is found was used, as that counted at its last use; 1 for one
+        that was computed and never found."""
+        return self._score[block]
+
+    def keep_of(self, block: int) -> Keep:
+        """How long a block that is found is kept."""
+        return self._keep[block]
+
+    def key_of(self, block: int) -> BlockKey | None:
+        """The key that a block is found under; None if it is not."""
+        return self._key_of[block]
 
     def release(self, blocks: Sequence[int]) -> None:
         """Give back one hold on each of `blocks`, which are in sequence order.
@@ -221,29 +391,76 @@ class BlockPool:
         Works from the tail, so that the end of a prefix is evicted before its beginning, without
         which it could not be found.
         """
+        references, keys, level, now = self._references, self._key_of, _LOWEST, 0
         for block in reversed(blocks):
-            self._references[block] -= 1
-            if self._references[block] == 0:
-                if self._key_of[block] is None:
-                    self._free.append(block)
-                else:
-                    self._idle[self._retention[block]][block] = None
-                    self._num_idle += 1
+            references[block] -= 1
+            if keys[block] is not None:
+                level = max(level, self._level(block))
+                if references[block] == 0:
+                    if self._keep[block].seconds is not None:
+                        now = now or time.monotonic_ns()
+                    self._become_idle(block, level, now)
+            elif references[block] == 0:
+                self._free.append(block)
+
+    # -- what is to stay ------------------------------------------------------------------
+
+    def pin(self, keys: Sequence[BlockKey]) -> None:
+        """Let the blocks of `keys`, in sequence order, go only after all others. Counts: unpin as
+        often."""
+        self._pins.update(keys)
+        self._place_again(keys)
+
+    def unpin(self, keys: Sequence[BlockKey]) -> None:
+        """Let the blocks of `keys` go like others."""
+        for key in keys:
+            self._pins[key] -= 1
+            if not self._pins[key]:
+                del self._pins[key]
+        self._place_again(keys)
+
+    def protect(self, keys: Iterable[BlockKey]) -> None:
+        """Let the blocks of `keys` go only after those that nobody waits for. Counts."""
+        self._wanted.update(keys)
+
+    def unprotect(self, keys: Iterable[BlockKey]) -> None:
+        """Who waited for `keys` does not any more."""
+        for key in keys:
+            self._wanted[key] -= 1
+            if not self._wanted[key]:
+                del self._wanted[key]
+        self._idle.unspare()
+
+    # -- all of it ------------------------------------------------------------------------
+
+    def next_victims(self, count: int) -> list[int]:
+        """Up to `count` cached blocks that would be evicted next, in that order."""
+        return self._idle.next(count, self._is_wanted)
+
+    @property
+    def num_evictions(self) -> int:
+        """Cached blocks that made room for others, since the pool was made."""
+        return self._evictions
+
+    @property
+    def num_free(self) -> int:
+        """Blocks with nothing in them."""
+        return len(self._free)
 
     def clear(self) -> None:
         """Forget every cached block. Held blocks stay, but are no longer found."""
-        for idle in self._idle.values():
-            while idle:
-                block, _ = idle.popitem()
-                self._forget(block)
-                self._free.append(block)
-        self._num_idle = 0
+        for block in self._idle:
+            self._free.append(block)
+        self._idle.clear()
+        self._lease_of.clear()
+        self._leases.clear()
         for block in list(self._block_of.values()):
             self._forget(block)
+        self._evicted.clear()
 
     def statistics(self) -> PoolStatistics:
         """Blocks by state."""
-        free, cached = len(self._free), self._num_idle
+        free, cached = len(self._free), len(self._idle)
         return PoolStatistics(
             total=self.num_blocks,
             free=free,
@@ -269,9 +486,9 @@ class BlockPool:
                 if count != self._references[block]
             ]
             raise RuntimeError(f"(block, holders, reference count) differ: {wrong[:5]}")
-        idle = [block for level in self._idle.values() for block in level]
+        idle = list(self._idle)
         states = sorted(self._free + idle + [b for b, n in enumerate(self._references) if n])
-        if states != list(range(self.num_blocks)) or len(idle) != self._num_idle:
+        if states != list(range(self.num_blocks)):
             raise RuntimeError("free, cached and held blocks are not a partition of the pool")
         for key, block in self._block_of.items():
             if self._key_of[block] != key:
@@ -280,21 +497,80 @@ class BlockPool:
             raise RuntimeError("a block has a key under which it is not found")
         if any(self._key_of[block] is not None for block in self._free):
             raise RuntimeError("a free block still has a key")
-        for level, blocks_of_level in self._idle.items():
-            if any(self._key_of[b] is None or self._retention[b] != level for b in blocks_of_level):
-                raise RuntimeError("a cached block has no key, or is in another class than its own")
+        if any(self._key_of[block] is None for block in idle):
+            raise RuntimeError("a cached block has no key")
+        self._idle.check_integrity()
 
-    def _retain(self, block: int, retention: Retention) -> None:
-        if self._references[block] == 0 and self._retention[block] != retention:
-            del self._idle[self._retention[block]][block]
-            self._idle[retention][block] = None
-        self._retention[block] = retention
+    # -- eviction -------------------------------------------------------------------------
+
+    @property
+    def _turnovers(self) -> float:
+        return self._num_allocated / self.num_blocks
+
+    def _level(self, block: int) -> int:
+        """The logarithm of what a block is worth; it does not change while the block is idle, for
+        all that lies idle loses its worth alike."""
+        if not self._cost_aware:
+            return 0
+        return round(
+            _LEVELS
+            * (
+                _LOG_WEIGHTS[self._keep[block].retention]
+                + self._log_cost[block]
+                + log2(self._score[block])
+                + self._used_at[block] / _HALF_LIFE
+            )
+        )
+
+    def _become_idle(self, block: int, level: int, now: int) -> None:
+        seconds = self._keep[block].seconds
+        if seconds is not None:
+            end = now + int(seconds * 1e9)
+            self._lease_of[block] = end
+            heapq.heappush(self._leases, (end, next(self._lease_numbers), block))
+        pinned = bool(self._pins) and self._key_of[block] in self._pins
+        self._idle.add(block, level, pinned=pinned)
+
+    def _change_keep(self, block: int, keep: Keep) -> None:
+        change = _LOG_WEIGHTS[keep.retention] - _LOG_WEIGHTS[self._keep[block].retention]
+        self._keep[block] = keep
+        if block in self._idle:
+            # By as much for all of a prefix: what is found through a block still goes before it.
+            steps = round(_LEVELS * change) if self._cost_aware else 0
+            level = self._idle.remove(block)
+            self._become_idle(block, level + steps, time.monotonic_ns())
+
+    def _place_again(self, keys: Sequence[BlockKey]) -> None:
+        """Whether the blocks of a prefix are pinned has changed."""
+        level, now = _LOWEST, time.monotonic_ns()
+        for key in reversed(keys):
+            block = self._block_of.get(key)
+            if block is not None and block in self._idle:
+                level = max(level, self._level(block))
+                self._idle.remove(block)
+                self._become_idle(block, level, now)
+
+    def _end_leases(self) -> None:
+        """Put idle blocks whose retention has ended where they belong now."""
+        now = time.monotonic_ns()
+        while self._leases and self._leases[0][0] <= now:
+            end, _, block = heapq.heappop(self._leases)
+            # It may have been used since.
+            if self._lease_of.get(block) == end:
+                self._change_keep(block, Keep(self._keep[block].otherwise))
+
+    def _is_wanted(self, block: int) -> bool:
+        return self._key_of[block] in self._wanted
 
     def _evict(self) -> int:
-        idle = next(level for level in self._idle.values() if level)
-        block, _ = idle.popitem(last=False)
-        self._num_idle -= 1
+        block = self._idle.pop(self._is_wanted if self._wanted else None)
         self._evictions += 1
+        key = self._key_of[block]
+        if key is not None:
+            self._evicted[key] = self._score[block], self._used_at[block]
+            if len(self._evicted) > _REMEMBERED * self.num_blocks:
+                self._evicted.popitem(last=False)
+        self._lease_of.pop(block, None)
         self._forget(block)
         return block
 
@@ -303,3 +579,7 @@ class BlockPool:
         if key is not None:
             del self._block_of[key]
             self._key_of[block] = None
+
+
+_LOWEST = -(1 << 62)
+_DEFAULT = Keep(Retention.ANSWER)

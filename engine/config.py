@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from .errors import InvalidParamsError
 
-__all__ = ["DType", "EngineConfig"]
+__all__ = ["CachePolicy", "DType", "EngineConfig"]
 
+CachePolicy: TypeAlias = Literal["cost_aware", "lru"]
 DType: TypeAlias = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -46,6 +48,21 @@ class EngineConfig:
     enforce_eager: bool = False
     """Run steps kernel by kernel rather than replay CUDA graphs: slower, opens faster."""
     enable_prefix_caching: bool = True
+    cache_policy: CachePolicy = "cost_aware"
+    """What is done for prompts that share their beginnings. "cost_aware": blocks are evicted by what
+    they are worth; waiting requests that find most go first; who needs what another is computing
+    waits for it; what waiting requests would find is spared. "lru": none of that, as plain automatic
+    prefix caching has it: the block that was unused for longest is evicted, first come is first
+    served."""
+    swap_space_bytes: int = 0
+    """Host memory, pinned, for blocks that are evicted from a GPU's KV pool and may be asked for
+    again; 0 is none. On a CPU the pool is host memory already: raise `kv_cache_bytes`."""
+    disk_cache: str | Path | None = None
+    """Folder for blocks of documents that were warmed, and on a CPU for those that are evicted: they
+    are found again after a restart. It holds what the documents say, in the model's words; only its
+    owner may read it. None is no such folder."""
+    disk_cache_bytes: int = 8 << 30
+    """Most bytes of files in `disk_cache`; those that were not used for longest go."""
     max_num_seqs: int = 64
     """Most sequences computed in one step."""
     max_num_batched_tokens: int = 384
@@ -108,6 +125,8 @@ class EngineConfig:
             ("max_queued_requests", 1),
             ("stream_buffer_tokens", 1),
             ("num_tokenizers", 1),
+            ("swap_space_bytes", 0),
+            ("disk_cache_bytes", 1),
         ):
             self._check_int(name, low)
         for name, low in (
@@ -121,6 +140,23 @@ class EngineConfig:
         ):
             if getattr(self, name) is not None:
                 self._check_int(name, low)
+        if self.cache_policy not in ("cost_aware", "lru"):
+            raise InvalidParamsError("cache_policy", self.cache_policy, '"cost_aware" or "lru"')
+        if self.disk_cache is not None and not isinstance(self.disk_cache, str | Path):
+            raise InvalidParamsError("disk_cache", self.disk_cache, "the path of a folder, or None")
+        if self.swap_space_bytes and self.device == "cpu":
+            raise InvalidParamsError(
+                "swap_space_bytes",
+                self.swap_space_bytes,
+                "0 on a CPU, whose KV pool is host memory already; raise kv_cache_bytes, or keep "
+                "documents on disk with disk_cache",
+            )
+        if (self.swap_space_bytes or self.disk_cache) and not self.enable_prefix_caching:
+            raise InvalidParamsError(
+                "enable_prefix_caching",
+                False,
+                "True with swap_space_bytes or disk_cache, which keep cached prefixes",
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise InvalidParamsError(
                 "gpu_memory_utilization", self.gpu_memory_utilization, "above 0, up to 1"

@@ -15,6 +15,7 @@ from .outputs import Delta, FinishReason, TokenLogprob
 from .request import Request, RequestState
 from .scheduler import Scheduler, StepPlan, StepResult
 from .statistics import Recorder
+from .tiers import Tiers
 
 __all__ = ["EngineCore", "Runner", "Update"]
 
@@ -118,13 +119,24 @@ class EngineCore:
     :param config: knobs of the scheduler.
     :param pool: blocks; as many as the runner has memory for.
     :param runner: what computes the steps.
+    :param tiers: behind the pool, if there are any; closed with the core.
+    :param attention_tokens: position at which a token's attention costs as much as all else.
     """
 
-    def __init__(self, config: EngineConfig, pool: BlockPool, runner: Runner) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        runner: Runner,
+        tiers: Tiers | None = None,
+        *,
+        attention_tokens: float = float("inf"),
+    ) -> None:
         self.config = config
         self.pool = pool
         self.runner = runner
-        self.scheduler = Scheduler(config, pool)
+        self.tiers = tiers
+        self.scheduler = Scheduler(config, pool, tiers, attention_tokens=attention_tokens)
         self.recorder = Recorder()
         self._launched: deque[_Launched] = deque()
         """In order, at most as many as the runner's depth."""
@@ -182,22 +194,32 @@ class EngineCore:
 
         Empty, having done nothing, if no request can run now.
         """
+        updates = []
         while len(self._launched) < self.runner.depth:
             plan = self.scheduler.schedule(self._pace.steps)
+            for request in self.scheduler.take_complete():
+                if request.state is not RequestState.FINISHED:
+                    updates.append(self._end(request, "length"))
             if not plan.chunks:
                 break
             at = time.monotonic_ns()
             self._launched.append(_Launched(plan, at, self.runner.launch(plan)))
-        return self._take(self._launched.popleft()) if self._launched else []
+        if self._launched:
+            updates += self._take(self._launched.popleft())
+        return updates
 
     def close(self) -> None:
         """Drop what is under way, and close the runner."""
         self._launched.clear()
-        self.runner.close()
+        try:
+            if self.tiers is not None:
+                self.tiers.close()
+        finally:
+            self.runner.close()
 
     def check_integrity(self) -> None:
         """Check the pool against the live requests (see `BlockPool.check_integrity`)."""
-        self.pool.check_integrity(r.blocks for r in self.scheduler.live())
+        self.pool.check_integrity(self.scheduler.held)
 
     def _take(self, launched: _Launched) -> list[Update]:
         """Wait for a result and hand out what it gave."""
@@ -225,6 +247,8 @@ class EngineCore:
                 updates.append(self._advance(request, token_ids, scores, ended, error))
             elif error is not None:
                 updates.append(self._end(request, "error", error=error))
+            elif request.prefill_only and chunk.end == request.num_prompt_tokens:
+                updates.append(self._end(request, "length"))
             if len(token_ids) < chunk.num_samples and request.finish_reason is None:
                 raise RuntimeError(f"{request!r}: the runner gave {token_ids} for {chunk}")
         return updates

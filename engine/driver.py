@@ -67,6 +67,9 @@ class Driver:
         self._subscribers: dict[Request, weakref.ref[Subscriber]] = {}
         self._finish_interval = 1.0
         self._last_finish = time.monotonic()
+        if core.tiers is not None:
+            # A thread that waits for a command looks what has come.
+            core.tiers.on_end = lambda: self._command(lambda: None)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._pid = os.getpid()
 
@@ -109,7 +112,7 @@ class Driver:
         self._check_process()
         with self._lock:
             self.check_open()
-            self._check_room(first.num_prompt_tokens)
+            self._check_room(first)
             self._num_submitted += 1
             self._num_submitted_tokens += first.num_prompt_tokens
 
@@ -220,9 +223,11 @@ class Driver:
                 "after it was forked"
             )
 
-    def _check_room(self, num_tokens: int) -> None:
+    def _check_room(self, request: Request) -> None:
         config, scheduler = self._core.config, self._core.scheduler
-        queued = self.num_queued
+        queued, num_tokens = self.num_queued, request.num_prompt_tokens
+        if request.speculative and queued:
+            raise QueueFullError("requests", queued, 0, self._finish_interval)
         if queued >= config.max_queued_requests:
             raise QueueFullError(
                 "requests", queued, config.max_queued_requests, self._finish_interval
@@ -339,7 +344,8 @@ class Driver:
     def _note_finish(self, update: Update) -> None:
         del self._subscribers[update.request]
         reason = update.delta.finish_reason or "abort"
-        self._core.recorder.finished(update.request, reason, update.error)
+        if not update.request.prefill_only:
+            self._core.recorder.finished(update.request, reason, update.error)
         now = time.monotonic()
         self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
         self._last_finish = now

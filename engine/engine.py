@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,19 +19,21 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from .block_pool import BlockLayout, BlockPool
+from .block_pool import BlockKey, BlockLayout, BlockPool, block_keys
 from .config import EngineConfig
 from .core import EngineCore
 from .detokenizer import Detokenizer
 from .driver import Driver, DriverState
-from .errors import InvalidParamsError, PromptTooLongError
+from .errors import EngineClosedError, EngineDeadError, InvalidParamsError, PromptTooLongError
 from .handoff import Mailbox, current_event_loop, run_in
 from .loading import LoadedModel, ModelSource, PretrainedModel, log_opened
 from .outputs import Completion
+from .pins import Pin
+from .probe import PrefixProbe
 from .prompt import PromptLike, TokenizedPrompt
 from .request import Request, Timeline
 from .sampling import SamplingParams
-from .statistics import Listener, Statistics
+from .statistics import CacheStatistics, Listener, Statistics
 from .stream import Stream, open_letters
 from .text import Tokenizer
 
@@ -53,6 +55,25 @@ class Health:
     def ok(self) -> bool:
         """Whether a request would be taken now, if there is room."""
         return self.status == "ready"
+
+
+_NOTHING = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+"""How to sample what is not generated."""
+_WARMING_PRIORITY = 1 << 20
+_WARMED_AT_ONCE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What a caller asks for."""
+
+    prompt: PromptLike | TokenizedPrompt
+    params: SamplingParams
+    priority: int
+    namespace: str
+    prefill_only: bool = False
+    speculative: bool = False
+    persist: bool = False
 
 
 class _Opening:
@@ -91,7 +112,7 @@ class _Opening:
         def close() -> None:
             # Both sides may come here at once; popping lets one of them have it.
             with contextlib.suppress(IndexError):
-                loaded.pop().runner.close()
+                loaded.pop().close()
 
         try:
             await _in_thread(load)
@@ -120,8 +141,14 @@ class Engine:
         )
         self._core = EngineCore(
             self.config,
-            BlockPool(loaded.num_blocks, enable_prefix_caching=config.enable_prefix_caching),
+            BlockPool(
+                loaded.num_blocks,
+                enable_prefix_caching=config.enable_prefix_caching,
+                cost_aware=config.cache_policy == "cost_aware",
+            ),
             loaded.runner,
+            loaded.tiers,
+            attention_tokens=loaded.attention_tokens,
         )
         self._driver = Driver(self._core, f"ragserve engine ({loaded.name})")
         self._encoders = ThreadPoolExecutor(
@@ -219,33 +246,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise InvalidParamsError("params", params, "a SamplingParams, or None")
         params.check_vocab(self._loaded.vocab_size)
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidParamsError("priority", priority, "an integer; lower goes first")
-        if not isinstance(namespace, str):
-            raise InvalidParamsError("namespace", namespace, "a string")
-        if request_id is not None and not isinstance(request_id, str):
-            raise InvalidParamsError("request_id", request_id, "a string, or None")
-        if request_id is None:
-            request_id = f"req-{self._id_prefix}-{next(self._ids)}"
-        elif (known := self._streams.get(request_id)) is not None and not known.ended:
-            raise InvalidParamsError("request_id", request_id, "not one that is in use")
-        engine = self
-
-        async def make_requests(timeline: Timeline) -> list[Request]:
-            return await engine._make_requests(
-                prompt, params, request_id, priority, namespace, timeline
-            )
-
-        stream = Stream(
-            request_id,
-            self.model_name,
-            self._driver,
-            make_requests,
-            self._mailbox,
-            self.config.stream_interval,
-        )
-        self._streams[request_id] = stream
-        return stream
+        return self._stream(_Call(prompt, params, priority, namespace), request_id)
 
     async def generate(
         self,
@@ -263,6 +264,130 @@ class Engine:
             async for _ in stream:
                 pass
             return stream.completion
+
+    # -- the cache ------------------------------------------------------------------------
+
+    def prefill(
+        self,
+        prompt: PromptLike | TokenizedPrompt,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        namespace: str = "",
+        speculative: bool = False,
+        persist: bool = False,
+    ) -> Stream:
+        """Compute and cache a prompt's KV, and generate nothing.
+
+        The stream has one delta, an empty one with finish reason "length". Its completion tells how
+        many of the tokens were cached already. Each segment counts as followed by another, so that
+        all its blocks can be found by a prompt that goes on with a further segment.
+
+        :param speculative: only if nothing else is to be computed, a little at a time; nobody waits
+            for it, and what it holds is taken from it first.
+        :param persist: put the blocks into `disk_cache` too, if there is one.
+
+        The other arguments, and what is raised, are as in `stream`; on entering it raises
+        QueueFullError also if it is speculative and somebody waits.
+        """
+        call = _Call(
+            prompt,
+            _NOTHING,
+            priority,
+            namespace,
+            prefill_only=True,
+            speculative=speculative,
+            persist=persist,
+        )
+        return self._stream(call, request_id)
+
+    async def warm(
+        self,
+        prompts: Iterable[PromptLike | TokenizedPrompt],
+        *,
+        namespace: str = "",
+        persist: bool = True,
+    ) -> int:
+        """Compute prompts ahead of the first question: documents behind their system prompt, say.
+
+        They go behind all requests of the usual priorities.
+
+        :param persist: put the blocks into `disk_cache` too, if there is one.
+        :returns: the tokens that were computed; the others were cached already.
+        :raises: what `prefill` raises for one of them; the others are ended then.
+        """
+        computed, tasks = 0, iter(prompts)
+
+        async def work() -> None:
+            nonlocal computed
+            for prompt in tasks:
+                stream = self.prefill(
+                    prompt, namespace=namespace, persist=persist, priority=_WARMING_PRIORITY
+                )
+                async with stream:
+                    async for _ in stream:
+                        pass
+                usage = stream.completion.usage
+                computed += usage.prompt_tokens - usage.cached_tokens
+
+        try:
+            async with anyio.create_task_group() as group:
+                for _ in range(_WARMED_AT_ONCE):
+                    group.start_soon(work)
+        except BaseExceptionGroup as errors:
+            # The first is what a caller without tasks expects.
+            raise errors.exceptions[0] from None
+        return computed
+
+    async def pin(self, prompt: PromptLike | TokenizedPrompt, *, namespace: str = "") -> Pin:
+        """Compute a prompt, a system prompt say, and keep its blocks in the pool.
+
+        :raises InvalidParamsError: if more than half of the pool would be pinned.
+        :raises: what `prefill` raises.
+        """
+        tokenized = await self.tokenize(prompt)
+        layout = BlockLayout(tokenized.segment_lengths, self.config.block_size, closed=True)
+        keys = block_keys(tokenized.token_ids, layout, namespace)
+
+        def take(core: EngineCore) -> None:
+            limit, wanted = core.pool.num_blocks // 2, core.pool.num_pinned + len(keys)
+            if wanted > limit:
+                raise InvalidParamsError(
+                    "pin",
+                    len(keys),
+                    f"{limit - core.pool.num_pinned} blocks: half of the pool's "
+                    f"{core.pool.num_blocks} may be pinned, and {core.pool.num_pinned} are; "
+                    "release other pins, or raise kv_cache_bytes",
+                )
+            core.pool.pin(keys)
+
+        def release() -> None:
+            # An engine that is closed keeps nothing.
+            with contextlib.suppress(EngineClosedError, EngineDeadError):
+                self._driver.call(lambda core: core.pool.unpin(keys))
+
+        await self._call(take)
+        pin = Pin(len(tokenized.token_ids), len(keys), release)
+        try:
+            stream = self.prefill(tokenized, namespace=namespace)
+            async with stream:
+                async for _ in stream:
+                    pass
+        except BaseException:
+            pin.release()
+            raise
+        return pin
+
+    def probe(self, namespace: str = "") -> PrefixProbe:
+        """Look what of a prompt is cached, before it is made; from any thread."""
+        pool, tiers = self._core.pool, self._core.tiers
+
+        def is_cached(key: BlockKey) -> bool:
+            return key in pool or (tiers is not None and key in tiers)
+
+        return PrefixProbe(is_cached, self.config.block_size, namespace)
+
+    # -- looking at it --------------------------------------------------------------------
 
     async def tokenize(self, prompt: PromptLike | TokenizedPrompt) -> TokenizedPrompt:
         """Tokenize off the event loop; `stream` takes the result.
@@ -285,14 +410,22 @@ class Engine:
         """Counts and times, from any thread. Not a snapshot of one instant while it runs."""
         pool = self._core.pool.statistics()
         scheduler, recorder = self._core.scheduler, self._core.recorder
+        reuse, tiers = scheduler.reuse, self._core.tiers
+        cache = CacheStatistics(
+            query_tokens=dict(reuse.query_tokens),
+            hit_tokens=dict(reuse.hit_tokens),
+            miss_tokens=dict(reuse.miss_tokens),
+            awaited_tokens=reuse.awaited_tokens,
+            blocks_pinned=self._core.pool.num_pinned,
+            tiers={} if tiers is None else tiers.statistics(),
+        )
         return Statistics(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             blocks_total=pool.total,
             blocks_used=pool.held,
             blocks_cached=pool.cached,
-            prefix_query_tokens=scheduler.prefix_query_tokens,
-            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            cache=cache,
             prompt_tokens=self._core.prompt_tokens,
             generated_tokens=self._core.generated_tokens,
             num_steps=self._core.num_steps,
@@ -368,17 +501,41 @@ class Engine:
 
     # -- making requests ------------------------------------------------------------------
 
+    def _stream(self, call: _Call, request_id: str | None) -> Stream:
+        priority, namespace = call.priority, call.namespace
+        if isinstance(priority, bool) or not isinstance(priority, int):
+            raise InvalidParamsError("priority", priority, "an integer; lower goes first")
+        if not isinstance(namespace, str):
+            raise InvalidParamsError("namespace", namespace, "a string")
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidParamsError("request_id", request_id, "a string, or None")
+        if request_id is None:
+            request_id = f"req-{self._id_prefix}-{next(self._ids)}"
+        elif (known := self._streams.get(request_id)) is not None and not known.ended:
+            raise InvalidParamsError("request_id", request_id, "not one that is in use")
+        engine = self
+
+        async def make_requests(timeline: Timeline) -> list[Request]:
+            return await engine._make_requests(call, request_id, timeline)
+
+        stream = Stream(
+            request_id,
+            self.model_name,
+            self._driver,
+            make_requests,
+            self._mailbox,
+            self.config.stream_interval,
+        )
+        self._streams[request_id] = stream
+        return stream
+
     async def _make_requests(
-        self,
-        prompt: PromptLike | TokenizedPrompt,
-        params: SamplingParams,
-        request_id: str,
-        priority: int,
-        namespace: str,
-        timeline: Timeline,
+        self, call: _Call, request_id: str, timeline: Timeline
     ) -> list[Request]:
+        params = call.params
+
         def prepare() -> list[Request]:
-            tokenized = self.tokenizer.tokenize(prompt)
+            tokenized = self.tokenizer.tokenize(call.prompt)
             bad_words = self.tokenizer.bad_word_ids(params.bad_words or ())
             timeline.tokenized = time.monotonic_ns()
             max_tokens = self._check_fits(tokenized, params)
@@ -390,15 +547,18 @@ class Engine:
                     tokenized,
                     params,
                     block_size=self.config.block_size,
-                    max_tokens=max_tokens,
+                    max_tokens=0 if call.prefill_only else max_tokens,
                     eos_token_ids=self.tokenizer.eos_token_ids,
                     bad_word_ids=bad_words,
                     seed=seed,
-                    priority=priority,
-                    namespace=namespace,
+                    priority=call.priority,
+                    namespace=call.namespace,
                     text=self._detokenizer(tokenized, params),
                     index=index,
                     leader=requests[0] if requests else None,
+                    prefill_only=call.prefill_only,
+                    speculative=call.speculative,
+                    persist=call.persist,
                 )
                 request.timeline.arrived = timeline.arrived
                 request.timeline.tokenized = timeline.tokenized

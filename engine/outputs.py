@@ -5,9 +5,37 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
-__all__ = ["Choice", "Completion", "Delta", "FinishReason", "Timings", "TokenLogprob", "Usage"]
+from .prompt import SegmentKind
+
+__all__ = [
+    "Choice",
+    "Completion",
+    "Delta",
+    "FinishReason",
+    "MissReason",
+    "ReuseSource",
+    "SegmentReuse",
+    "Timings",
+    "TokenLogprob",
+    "Usage",
+]
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
+
+MissReason: TypeAlias = Literal[
+    "never_seen", "evicted", "other_order", "other_namespace", "shorter_than_block", "not_cached"
+]
+"""Why prompt tokens were not in the cache.
+
+never_seen: nobody has sent them, or so long ago that it is forgotten. evicted: they were there,
+and made room. other_order: they were sent behind something else, for what is cached is found only
+behind the same tokens. other_namespace: another tenant has sent them (said in statistics alone; an
+answer says never_seen, or tenants could ask for one another's documents). shorter_than_block: the
+tail that fills no block, or the one token that is always computed. not_cached: prefix caching is
+off, or log-probabilities of the prompt were asked for."""
+
+ReuseSource: TypeAlias = Literal["device", "host", "disk"]
+"""Where cached tokens came from: the pool itself, or a tier behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +87,22 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class SegmentReuse:
+    """What of one segment of a prompt was found in the cache, and why not more.
+
+    :param tokens: of the segment; the first `cached_tokens` of them were not computed.
+    :param source: the slowest place that some of them came from; None if there were none.
+    :param miss: why the first of the others was not there; None if there were none.
+    """
+
+    kind: SegmentKind
+    tokens: int
+    cached_tokens: int
+    source: ReuseSource | None = None
+    miss: MissReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One finished continuation.
 
@@ -107,6 +151,9 @@ class Completion:
     timings: Timings
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = field(default=None, repr=False)
     """One per prompt token (the first has none), if asked for."""
+    reuse: tuple[SegmentReuse, ...] = ()
+    """What of each of the prompt's segments was cached; none of a request that was never
+    started."""
 
     @property
     def text(self) -> str:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import enum
+import hashlib
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from .block_pool import BlockKey, BlockLayout, block_keys, next_key
-from .outputs import FinishReason, TokenLogprob
-from .prompt import Retention, TokenizedPrompt
+from .block_pool import BlockKey, BlockLayout, Keep, block_keys, next_key
+from .outputs import FinishReason, SegmentReuse, TokenLogprob
+from .prompt import RETENTION_OF, Retention, SegmentKind, TokenizedPrompt
 from .sampling import SamplingParams
 
-__all__ = ["Chunk", "Request", "RequestState", "TextSink", "Timeline"]
+__all__ = ["Chunk", "PromptSegment", "Request", "RequestState", "TextSink", "Timeline"]
+
+
+if TYPE_CHECKING:
+    from .tiers import Transfer
 
 
 class RequestState(enum.Enum):
@@ -53,6 +59,22 @@ class Timeline:
     preemptions: int = 0
     cached_tokens: int = 0
     """Prompt tokens that were found in the cache when it was first started."""
+    reuse: tuple[SegmentReuse, ...] = ()
+    """The same by segment, and why it was not more."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSegment:
+    """One segment of a request's prompt: tokens `start` to `end`.
+
+    :param digest: of its tokens alone.
+    """
+
+    kind: SegmentKind
+    start: int
+    end: int
+    keep: Keep
+    digest: bytes
 
 
 class TextSink(Protocol):
@@ -93,9 +115,14 @@ class Request:
     :param text: turns its tokens into text and finds stop strings; None if nobody reads text.
     :param index: which of the choices it is.
     :param leader: the choice that computes the shared prompt, if this one is not it.
+    :param prefill_only: it ends when its prompt's KV is computed, and all of that can be shared.
+    :param speculative: it runs only while nothing else has anything to compute, and nobody waits
+        for what it computes.
+    :param persist: its blocks go to the slowest tier at once.
     """
 
     __slots__ = (
+        "awaited_from",
         "bad_word_ids",
         "blocks",
         "capacity",
@@ -106,6 +133,7 @@ class Request:
         "layout",
         "leader",
         "length",
+        "loading",
         "max_length",
         "max_tokens",
         "namespace",
@@ -115,17 +143,24 @@ class Request:
         "num_prompt_tokens",
         "num_published",
         "output_token_ids",
+        "overtaken",
         "params",
         "paused",
+        "persist",
+        "prefill_only",
         "priority",
+        "promised_to",
         "prompt_logprobs",
         "prompt_token_ids",
+        "protected",
         "request_id",
-        "retention_ends",
+        "retains",
         "sampler_state",
         "samples_on_host",
         "seed",
+        "segments",
         "sort_key",
+        "speculative",
         "state",
         "stop_reason",
         "stop_token_ids",
@@ -149,6 +184,9 @@ class Request:
         text: TextSink | None = None,
         index: int = 0,
         leader: Request | None = None,
+        prefill_only: bool = False,
+        speculative: bool = False,
+        persist: bool = False,
     ) -> None:
         self.request_id = request_id
         self.prompt_token_ids = prompt.token_ids
@@ -167,17 +205,16 @@ class Request:
         self.text = text
         self.index = index
         self.leader = leader
-        self.layout = BlockLayout(prompt.segment_lengths, block_size)
-        # (position after the segment, class its blocks are kept in)
-        ends: list[tuple[int, Retention]] = []
-        position = 0
-        for length, retention in zip(prompt.segment_lengths, prompt.retentions, strict=True):
-            position += length
-            ends.append((position, retention))
-        self.retention_ends = ends
+        self.prefill_only = prefill_only
+        self.speculative = speculative
+        self.persist = persist
+        self.layout = BlockLayout(prompt.segment_lengths, block_size, closed=prefill_only)
+        self.segments = _segments(prompt)
+        self.retains = any(retention is not None for retention in prompt.retentions)
+        """Whether some segment's class is another than its kind's."""
         self.keys: list[BlockKey] = block_keys(prompt.token_ids, self.layout, namespace)
         self.state = RequestState.WAITING
-        self.sort_key = (priority, 0)
+        self.sort_key = (speculative, priority, 0)
         """Who goes first: lower priority value, then earlier arrival."""
         self.blocks: list[int] = []
         self.capacity = 0
@@ -193,6 +230,16 @@ class Request:
         """Blocks that others may find."""
         self.next_published = 0
         """Tokens with which one more is complete."""
+        self.promised_to = 0
+        """Blocks from `num_published` to this are promised to others."""
+        self.protected: Sequence[BlockKey] = ()
+        """Keys of blocks that are spared while it waits for them."""
+        self.overtaken = 0
+        """How often one that came later was started before it."""
+        self.awaited_from: int | None = None
+        """Tokens that were cached when it began to wait for others to compute more."""
+        self.loading: Transfer | None = None
+        """Its blocks that are on their way from another tier; until they are there it rests."""
         self.samples_on_host = False
         """Whether the runner must see each token before it can sample the next."""
         self.paused = False
@@ -223,6 +270,13 @@ class Request:
         """Tokens without KV yet; the last of them gives the next token."""
         return self.length - self.num_computed
 
+    @property
+    def num_shareable(self) -> int:
+        """Blocks that it may find in the cache. What is to be continued is computed in part."""
+        if self.prefill_only:
+            return self.layout.num_complete(self.num_tokens)
+        return self.layout.num_complete(self.num_tokens - 1)
+
     def find_end(self, token_ids: Sequence[int]) -> tuple[int, FinishReason | None]:
         """How many of the next tokens belong to the answer, and what ends it there, if it ends."""
         count, before = len(token_ids), len(self.output_token_ids)
@@ -242,13 +296,13 @@ class Request:
             return self.output_token_ids[start - n : end - n]
         return self.prompt_token_ids[start:] + self.output_token_ids[: end - n]
 
-    def retention_of(self, block: int) -> Retention:
-        """The class that the sequence's `block`-th block is kept in."""
+    def keep_of(self, block: int) -> Keep:
+        """How long the sequence's `block`-th block is kept."""
         start = self.layout.start(block)
-        for end, retention in self.retention_ends:
-            if start < end:
-                return retention
-        return Retention.ANSWER
+        for segment in self.segments:
+            if start < segment.end:
+                return segment.keep
+        return _KEEP_ANSWER
 
     def extend_keys(self) -> None:
         """Name the blocks that generated tokens have completed."""
@@ -265,3 +319,30 @@ class Request:
     def stamp(self) -> int:
         """Now, on the timeline's clock."""
         return time.monotonic_ns()
+
+
+_KEEP_ANSWER = Keep(Retention.ANSWER)
+
+
+def _segments(prompt: TokenizedPrompt) -> tuple[PromptSegment, ...]:
+    lengths = prompt.segment_lengths
+    kinds = prompt.kinds or ("turn",) * len(lengths)
+    retentions = prompt.retentions or (None,) * len(lengths)
+    seconds = prompt.retention_seconds or (None,) * len(lengths)
+    segments: list[PromptSegment] = []
+    end, after = len(prompt.token_ids), _KEEP_ANSWER
+    for length, kind, retention, lease in zip(
+        reversed(lengths), reversed(kinds), reversed(retentions), reversed(seconds), strict=True
+    ):
+        own = RETENTION_OF[kind]
+        keep = Keep(own) if retention is None else Keep(retention, lease, own)
+        # What comes after is found only through this.
+        if after.retention > keep.retention:
+            keep = Keep(after.retention, after.seconds, keep.otherwise)
+        after = keep
+        start = end - length
+        tokens = array("I", prompt.token_ids[start:end])
+        digest = hashlib.blake2b(tokens, digest_size=16).digest()
+        segments.append(PromptSegment(kind, start, end, keep, digest))
+        end = start
+    return tuple(reversed(segments))

@@ -2,7 +2,12 @@
 
 There are no phases: each step has a budget of `max_num_batched_tokens`. Sequences that decode
 take one token each first; prompts take chunks from what is left; then waiting requests are
-admitted, in the order of (priority, arrival). A long prompt therefore never stalls a stream.
+admitted: of one priority, those first that have most of their prompt in the cache (see
+`admission.py`). A long prompt therefore never stalls a stream.
+
+A request whose next block is being computed by one that runs waits for it, rather than compute it
+too. One whose next blocks are in a tier behind the pool is given a seat, and rests while they are
+on their way.
 
 When blocks run out, the newest sequence of the lowest priority is preempted: its blocks go
 back (the complete ones stay in the cache), it waits again, and what it had is recomputed later.
@@ -22,10 +27,14 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from .block_pool import BlockPool
+from .admission import Admission
+from .block_pool import BlockKey, BlockPool
 from .config import EngineConfig
-from .outputs import FinishReason, TokenLogprob
+from .outputs import FinishReason, ReuseSource, TokenLogprob
 from .request import Chunk, Request, RequestState
+from .reuse import ReuseRecorder
+from .spill import Spill
+from .tiers import Tiers
 
 __all__ = ["SampledToken", "ScheduledChunk", "Scheduler", "StepPlan", "StepResult"]
 
@@ -33,6 +42,12 @@ _LONG_LOOKUPS = 32
 """Long prompts without a place, per step, for which the cache is asked whether it makes them short:
 bounds the time that many of them take."""
 
+
+_SPECULATIVE_SHARE = 6
+"""Of a step's tokens, one part in so many is for prompts that are computed on speculation, so that
+whoever comes meanwhile does not wait long."""
+_SPECULATIVE_TOKENS = 64
+"""But so many in any case."""
 
 _by_key = attrgetter("sort_key")
 
@@ -116,11 +131,29 @@ class StepResult:
 class Scheduler:
     """Queues of requests over one block pool. Not thread-safe: owned by the engine thread."""
 
-    def __init__(self, config: EngineConfig, pool: BlockPool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        pool: BlockPool,
+        tiers: Tiers | None = None,
+        *,
+        attention_tokens: float = float("inf"),
+    ) -> None:
+        """
+        :param tiers: behind the pool; None if there are none.
+        :param attention_tokens: position at which a token's attention costs as much to compute as
+            all else.
+        """
         self._config = config
         self._pool = pool
+        self._attention_tokens = attention_tokens
         self._watermark = int(config.watermark * pool.num_blocks)
         self._order = itertools.count()
+        self._shares = config.enable_prefix_caching and config.cache_policy == "cost_aware"
+        self._admission = Admission(pool, by_hits=self._shares)
+        self._spill = None if tiers is None else Spill(pool, tiers)
+        self._promised: dict[BlockKey, Request] = {}
+        """Blocks that requests which run will compute, and who does."""
         self.waiting: list[Request] = []
         """Sorted by (priority, arrival)."""
         self.running: list[Request] = []
@@ -130,9 +163,10 @@ class Scheduler:
         self.num_queued_tokens = 0
         """Their prompt tokens."""
         self._released: list[Request] = []
+        self._complete: list[Request] = []
+        """Prompts to be computed, and no more, that were all in the cache."""
         self.num_preemptions = 0
-        self.prefix_query_tokens = 0
-        self.prefix_hit_tokens = 0
+        self.reuse = ReuseRecorder(pool)
 
     @property
     def num_queued(self) -> int:
@@ -146,7 +180,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a new request, behind its equals."""
-        request.sort_key = (request.priority, next(self._order))
+        request.sort_key = (request.speculative, request.priority, next(self._order))
         if request.leader is None:
             self._enqueue(request)
         bisect.insort(self.waiting, request, key=_by_key)
@@ -163,7 +197,11 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.timeline.finished = request.stamp()
+        request.loading = None
+        if request.prefill_only and request.persist and reason == "length" and self._spill:
+            self._spill.persist(request.blocks)
         self._release(request)
+        self._admission.forget(request)
         was_queued = self._dequeue(request)
         if request.num_computed < request.num_prompt_tokens:
             leader = self._elect_leader(request)
@@ -176,6 +214,8 @@ class Scheduler:
         :param steps_for: most steps that so many sequences may decode in one plan, if nothing
             else can be computed.
         """
+        if self._spill is not None:
+            self._collect_loads(self._spill)
         decoding: list[Request] = []
         prefilling: list[Request] = []
         prompts: dict[Request, int] = {}
@@ -184,10 +224,13 @@ class Scheduler:
 
         for request in sorted(self.running, key=_by_key):
             length = request.length
-            if request.paused:
+            if request.paused or request.loading is not None:
                 continue
-            if length - request.num_computed > 1:
-                prefilling.append(request)
+            if request.speculative:
+                continue  # it takes what nobody wants
+            if length - request.num_computed > 1 or request.prefill_only:
+                if length > request.num_computed:
+                    prefilling.append(request)
                 continue
             left = request.max_length - length
             if left == 0:
@@ -227,6 +270,11 @@ class Scheduler:
         for request in long:
             left -= self._plan_prefill(request, left, prompts)
 
+        if not decoding and not prompts:
+            self._plan_speculative(prompts)
+        if self._spill is not None:
+            self._spill.save_victims()
+
         steps = 1
         if decoding and not prompts and not one_step:
             steps = min(steps_for(len(decoding)), most_left)
@@ -242,17 +290,27 @@ class Scheduler:
         :param started: when the plan's first step started, `time.monotonic_ns`.
         :param ended: when its result was there.
         """
+        prompt_tokens = 0
         for index, chunk in enumerate(plan.chunks):
             request = chunk.request
             if chunk.decode or request.state is RequestState.FINISHED:
                 continue
             request.timeline.chunks.append(Chunk(started, ended, chunk.num_tokens))
+            prompt_tokens += chunk.num_tokens
             for position, logprob in enumerate(
                 result.prompt_logprobs.get(index, ()), start=chunk.start
             ):
                 # A recomputed prompt gives them again.
                 if position == len(request.prompt_logprobs):
                     request.prompt_logprobs.append(logprob)
+        if prompt_tokens and self._spill is not None:
+            self._spill.note_prefill((ended - started) / 1e9, plan.num_tokens)
+
+    def take_complete(self) -> list[Request]:
+        """Prompts to be computed, and no more, that `schedule` has found whole in the cache. They
+        are to be ended."""
+        complete, self._complete = self._complete, []
+        return complete
 
     def append(self, request: Request, token_ids: Sequence[int], at: int) -> None:
         """Append sampled tokens, which belong to the answer (see `Request.find_end`).
@@ -272,6 +330,12 @@ class Scheduler:
     def live(self) -> Iterator[Request]:
         """Every request that has not ended."""
         return itertools.chain(self.running, self.waiting)
+
+    @property
+    def held(self) -> Iterator[Sequence[int]]:
+        """The blocks of every holder: requests, and transfers to and from other tiers."""
+        transfers = () if self._spill is None else self._spill.held
+        return itertools.chain((request.blocks for request in self.live()), transfers)
 
     def _enqueue(self, request: Request) -> None:
         self.queued.add(request)
@@ -326,11 +390,21 @@ class Scheduler:
         if complete <= request.num_published:
             return
         request.extend_keys()
+        self._withdraw(request, complete)
         for index in range(request.num_published, complete):
             self._pool.publish(
-                request.blocks[index], request.keys[index], request.retention_of(index)
+                request.blocks[index],
+                request.keys[index],
+                request.keep_of(index),
+                self._cost(request, index),
             )
         self._note_published(request, complete)
+
+    def _cost(self, request: Request, index: int) -> float:
+        """Of computing a block, where a full one at the beginning of a prompt is 1."""
+        start = request.layout.start(index)
+        share = (request.layout.start(index + 1) - start) / request.layout.block_size
+        return share * (1.0 + start / self._attention_tokens)
 
     @staticmethod
     def _note_published(request: Request, count: int) -> None:
@@ -338,12 +412,17 @@ class Scheduler:
         request.next_published = request.layout.start(count + 1)
 
     def _release(self, request: Request) -> None:
+        self._withdraw(request, request.promised_to)
+        request.promised_to = 0
         self._pool.release(request.blocks)
         request.blocks = []
         request.capacity = 0
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
+        # They will be asked for again: by it.
+        self._pool.note_use(request.blocks[: request.num_published])
+        request.loading = None
         self._release(request)
         request.state = RequestState.WAITING
         request.num_computed = 0
@@ -355,9 +434,17 @@ class Scheduler:
     def _victim(self) -> Request:
         """Whose blocks to take: paused ones first, then lowest priority, then newest.
 
-        Before them all, one that loses nothing: its last token is on its way.
+        Before them all, those that run on speculation, and one that loses nothing: its last token
+        is on its way.
         """
-        return max(self.running, key=lambda r: (r.length == r.max_length, r.paused, *r.sort_key))
+
+        def rank(request: Request) -> tuple[bool, ...]:
+            over = request.length == request.max_length and not request.prefill_only
+            # What is on its way to it is held until it has come.
+            free = request.loading is None
+            return (free, request.speculative, over, request.paused, *request.sort_key)
+
+        return max(self.running, key=rank)
 
     # -- plans ----------------------------------------------------------------------------
 
@@ -373,7 +460,7 @@ class Scheduler:
             if start < request.num_known:
                 self._note_prefill(request)
         for request, count in prompts.items():
-            sample = int(count == request.num_to_compute)
+            sample = int(count == request.num_to_compute and not request.prefill_only)
             chunks.append(ScheduledChunk(request, request.num_computed, count, sample, False))
             request.num_computed += count
             request.length += sample
@@ -398,64 +485,198 @@ class Scheduler:
             prompts[request] = count
         return count
 
+    def _plan_speculative(self, prompts: dict[Request, int]) -> None:
+        """A little of what may turn out to be of use, in a step that is nobody's."""
+        requests = [r for r in self.running if r.speculative and r.loading is None]
+        if not requests:
+            return
+        most = self._config.max_num_mixed_tokens or self._config.max_num_batched_tokens
+        left = max(_SPECULATIVE_TOKENS, most // _SPECULATIVE_SHARE)
+        for request in requests:
+            left -= self._plan_prefill(request, left, prompts)
+
     def _admit(self, budget: int, prompts: dict[Request, int], long: list[Request]) -> int:
         """Start waiting requests; give the tokens planned for them.
 
         Long ones are appended to `long` rather than planned.
         """
         left = budget
-        # A paused request gives up its seat: a slow consumer must not hold up the others.
-        seats = self._config.max_num_seqs - sum(not r.paused for r in self.running)
-        if seats <= 0:
+        # A paused request gives up its seat: a slow consumer must not hold up the others. So does
+        # one that runs on speculation.
+        seats = self._config.max_num_seqs
+        seats -= sum(not (r.paused or r.speculative) for r in self.running)
+        if seats <= 0 or not self.waiting:
             return 0
         threshold, lookups = self._config.long_threshold, 0
-        for request in list(self.waiting):
+        for request in self._admission.order(self.waiting):
             if left <= 0 or seats <= 0:
                 break
             if request.paused or request.leader is not None:
                 continue
             if request.num_in_flight:
                 break  # preempted just now: it must know its tokens first, and keeps its turn
+            if request.speculative and (prompts or self.running):
+                break  # it comes after all others
             no_long = len(long) >= self._config.max_long_partial_prefills
             if no_long and request.num_tokens > threshold:
                 if lookups == _LONG_LOOKUPS:
                     continue
                 lookups += 1
             shared = request.blocks or self._find_prefix(request)
-            cached = request.layout.start(len(shared))
+            found = len(shared)
+            if self._waits_for_another(request, found):
+                continue
+            if request.prefill_only and found == len(request.keys):
+                self._note_complete(request, shared)
+                continue
+            loads = self._num_to_load(request, found)
+            cached = request.layout.start(found + loads)
             is_long = request.num_tokens - cached > threshold
             if is_long and no_long:
                 continue
             if not self._seat(request, shared):
                 break
+            self._admission.note_started(request, self.waiting)
+            counts = self._dequeue(request) and not request.prefill_only
             if request.timeline.first_scheduled is None:
                 request.timeline.first_scheduled = request.stamp()
-                request.timeline.cached_tokens = cached
-            if self._dequeue(request):
-                self.prefix_query_tokens += request.num_prompt_tokens
-                self.prefix_hit_tokens += cached
+                if not loads:
+                    self._note_reuse(request, found, counts)
             if len(self.running) == self._config.max_num_seqs:
                 self._preempt(self._victim())
             self.waiting.remove(request)
             self.running.append(request)
             request.state = RequestState.RUNNING
-            request.num_computed = cached
+            request.num_computed = request.layout.start(found)
             request.num_known = request.num_tokens
-            self._note_published(request, len(shared))
-            seats -= 1
-            if is_long:
+            self._note_published(request, found)
+            self._promise(request)
+            if request.retains:
+                self._retain(request, found)
+            if not request.speculative:
+                seats -= 1
+            if loads and self._spill is not None:
+                self._spill.load(request, found, loads, counts)
+            elif is_long:
                 long.append(request)
-            else:
+            elif not request.speculative:
                 left -= self._plan_prefill(request, left, prompts)
+        self._admission.protect(self.waiting)
         return budget - left
 
     def _find_prefix(self, request: Request) -> list[int]:
-        """Stored blocks that it may take; at least one of its tokens is always left to compute."""
-        if request.params.prompt_logprobs is not None and not request.output_token_ids:
-            return []  # their logits must be computed
+        """Stored blocks that it may take; of what is to be continued one token at least is left to
+        compute."""
+        if not self._may_share(request):
+            return []
         request.extend_keys()
-        usable = request.layout.num_complete(request.num_tokens - 1)
-        return self._pool.find(request.keys[:usable])
+        return self._pool.find(request.keys[: request.num_shareable])
+
+    @staticmethod
+    def _may_share(request: Request) -> bool:
+        # Of its log-probabilities the logits must be computed.
+        return request.params.prompt_logprobs is None or bool(request.output_token_ids)
+
+    # -- blocks that others compute, or have computed ---------------------------------------
+
+    def _waits_for_another(self, request: Request, num_shared: int) -> bool:
+        """Whether its next block is being computed, and will be there before it could do so."""
+        if not self._promised or num_shared >= request.num_shareable:
+            return False
+        owner = self._promised.get(request.keys[num_shared])
+        if owner is None or not self._may_share(request) or request.speculative:
+            return False
+        if request.awaited_from is None:
+            request.awaited_from = request.layout.start(num_shared)
+        # Who waits lends its place to whom it waits for.
+        owner.sort_key = min(owner.sort_key, request.sort_key)
+        return True
+
+    def _promise(self, request: Request) -> None:
+        """Others need not compute what it computes now.
+
+        Not what it computes again after a preemption: it may be paused then. Nor on speculation.
+        """
+        if not self._shares or request.speculative or request.output_token_ids:
+            return
+        end = request.layout.num_complete(request.num_prompt_tokens)
+        for key in request.keys[request.num_published : end]:
+            self._promised.setdefault(key, request)
+        request.promised_to = end
+
+    def _withdraw(self, request: Request, end: int) -> None:
+        """Blocks up to `end` are there now, or will not be."""
+        for key in request.keys[request.num_published : min(end, request.promised_to)]:
+            if self._promised.get(key) is request:
+                del self._promised[key]
+
+    def _retain(self, request: Request, num_shared: int) -> None:
+        """What it has found is kept as long as it says."""
+        for index in range(num_shared - 1, -1, -1):
+            self._pool.retain([request.blocks[index]], request.keep_of(index))
+
+    def _note_complete(self, request: Request, blocks: list[int]) -> None:
+        """All of a prompt that was only to be computed is there."""
+        self._pool.acquire(blocks)
+        request.blocks = blocks
+        request.num_computed = request.num_prompt_tokens
+        self._note_published(request, len(blocks))
+        if request.retains:
+            self._retain(request, len(blocks))
+        self._dequeue(request)
+        if request.timeline.first_scheduled is None:
+            request.timeline.first_scheduled = request.stamp()
+            self._note_reuse(request, len(blocks), counts=False)
+        self._complete.append(request)
+
+    def _note_reuse(
+        self,
+        request: Request,
+        num_cached: int,
+        counts: bool,
+        num_loaded: int = 0,
+        tier: ReuseSource = "device",
+    ) -> None:
+        """Write down what of its prompt need not be computed: `num_cached` blocks, of which the
+        last `num_loaded` came from a tier."""
+        cached = min(request.layout.start(num_cached), request.num_prompt_tokens)
+        request.timeline.cached_tokens = cached
+        self.reuse.note(
+            request,
+            num_cached,
+            source_of=lambda block: tier if block >= num_cached - num_loaded else "device",
+            may_share=self._config.enable_prefix_caching and self._may_share(request),
+            counts=counts,
+        )
+
+    def _num_to_load(self, request: Request, num_shared: int) -> int:
+        """Blocks after those in the pool that are better loaded than computed."""
+        if self._spill is None or request.blocks or not self._may_share(request):
+            return 0
+        keys = request.keys[num_shared : request.num_shareable]
+        start = request.layout.start(num_shared)
+        return self._spill.num_to_load(
+            keys, lambda count: request.layout.start(num_shared + count) - start
+        )
+
+    def _collect_loads(self, spill: Spill) -> None:
+        """Let requests go on whose blocks have come, or will not."""
+        for request, num_loaded, tier, counts in spill.collect():
+            first = request.num_published
+            for index in range(first, first + num_loaded):
+                self._pool.publish(
+                    request.blocks[index],
+                    request.keys[index],
+                    request.keep_of(index),
+                    self._cost(request, index),
+                )
+            self._withdraw(request, first + num_loaded)
+            self._note_published(request, first + num_loaded)
+            request.num_computed = request.layout.start(first + num_loaded)
+            if not request.timeline.reuse:
+                self._note_reuse(request, first + num_loaded, counts, num_loaded, tier)
+            if request.prefill_only and request.num_computed == request.num_prompt_tokens:
+                self._complete.append(request)
 
     def _seat(self, request: Request, shared: list[int]) -> bool:
         """Hold `shared` and new blocks for all its tokens; False, and no change, if too few.
@@ -470,9 +691,9 @@ class Scheduler:
             reserve = self._watermark if self.running else 0
             if self._pool.num_available - idle - missing >= reserve:
                 break
-            paused = next((r for r in reversed(self.running) if r.paused), None)
-            if paused is not None:
-                self._preempt(paused)
+            idle_one = next((r for r in reversed(self.running) if r.paused or r.speculative), None)
+            if idle_one is not None:
+                self._preempt(idle_one)
             elif self.running or not self._release_holder(request):
                 return False
         if not held_already:

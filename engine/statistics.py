@@ -15,10 +15,13 @@ from dataclasses import dataclass
 from typing import Final, Generic, Protocol, TypeVar
 
 from .errors import InvalidParamsError
-from .outputs import FinishReason
+from .outputs import FinishReason, MissReason
+from .prompt import SegmentKind
 from .request import Request
+from .tiers import TierStatistics
 
 __all__ = [
+    "CacheStatistics",
     "Distribution",
     "FinishedRequest",
     "Histogram",
@@ -117,6 +120,27 @@ class Histogram:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheStatistics:
+    """What prompts found in the cache, and why not more. Of requests that generate: what was
+    computed ahead is not counted.
+
+    :param query_tokens: prompt tokens of started requests, by kind of segment.
+    :param hit_tokens: of those, found in the pool or a tier behind it.
+    :param miss_tokens: the others, by reason (see `MissReason`).
+    :param awaited_tokens: hits of requests that waited while others computed them.
+    :param blocks_pinned: kept for pins.
+    :param tiers: by name, what the tiers behind the pool hold and have done.
+    """
+
+    query_tokens: dict[SegmentKind, int]
+    hit_tokens: dict[SegmentKind, int]
+    miss_tokens: dict[MissReason, int]
+    awaited_tokens: int
+    blocks_pinned: int
+    tiers: dict[str, TierStatistics]
+
+
+@dataclass(frozen=True, slots=True)
 class Statistics:
     """What an engine is doing and has done since it was opened. Distributions are of seconds.
 
@@ -133,10 +157,7 @@ class Statistics:
     """Held by live requests."""
     blocks_cached: int
     """Held by nobody, but found by a request with their prefix."""
-    prefix_query_tokens: int
-    """Prompt tokens of all started requests."""
-    prefix_hit_tokens: int
-    """Of those, found in the cache."""
+    cache: CacheStatistics
     prompt_tokens: int
     """Prompt tokens computed."""
     generated_tokens: int
@@ -166,6 +187,16 @@ class Statistics:
     """From the first step to the first token, or to the end; of sequences that were started."""
     decode_time: Distribution
     """From the first token to the end; of sequences that have one."""
+
+    @property
+    def prefix_query_tokens(self) -> int:
+        """Prompt tokens of all started requests."""
+        return sum(self.cache.query_tokens.values())
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        """Of those, found in the cache."""
+        return sum(self.cache.hit_tokens.values())
 
     @property
     def prefix_hit_rate(self) -> float:

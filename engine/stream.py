@@ -208,6 +208,7 @@ class Stream:
             ),
             timings=_timings(self.timeline, max(len(c.token_ids) for c in choices)),
             prompt_logprobs=prompt_logprobs,
+            reuse=first.timeline.reuse,
         )
 
     def receive(self, update: Update, now: float) -> None:

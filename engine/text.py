@@ -13,13 +13,12 @@ import operator
 import queue
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from .detokenizer import Detokenizer, Pieces
 from .errors import InvalidParamsError, ModelLoadError
-from .prompt import Prompt, PromptLike, Retention, Segment, TokenizedPrompt
+from .prompt import Prompt, PromptLike, Segment, TokenizedPrompt
 from .stop import StopStrings
 
 if TYPE_CHECKING:
@@ -297,7 +296,9 @@ class Tokenizer:
         return TokenizedPrompt(
             [token_id for _, ids in tokenized for token_id in ids],
             tuple(len(ids) for _, ids in tokenized),
-            tuple(segment.retention for segment, _ in tokenized),
+            retentions=tuple(segment.retention for segment, _ in tokenized),
+            kinds=tuple(segment.kind for segment, _ in tokenized),
+            retention_seconds=tuple(segment.retention_seconds for segment, _ in tokenized),
         )
 
     def _segment_ids(self, segment: Segment) -> list[int]:
@@ -321,12 +322,15 @@ class Tokenizer:
                 lengths,
                 f"positive lengths that sum to the prompt's {len(prompt.token_ids)} tokens",
             )
-        if not prompt.retentions:
-            return replace(prompt, retentions=(Retention.ANSWER,) * len(lengths))
-        if len(prompt.retentions) != len(lengths):
-            raise InvalidParamsError(
-                "retentions", prompt.retentions, f"one for each of the {len(lengths)} segments"
-            )
+        for name, each in (
+            ("retentions", prompt.retentions),
+            ("kinds", prompt.kinds),
+            ("retention_seconds", prompt.retention_seconds),
+        ):
+            if each and len(each) != len(lengths):
+                raise InvalidParamsError(
+                    name, each, f"one for each of the {len(lengths)} segments, or none"
+                )
         return prompt
 
     def _check_ids(self, token_ids: Sequence[Any]) -> list[int]:

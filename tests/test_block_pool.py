@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ragserve.engine import Retention
-from ragserve.engine.block_pool import BlockKey, BlockLayout, BlockPool, block_keys
+from ragserve.engine.block_pool import BlockKey, BlockLayout, BlockPool, Keep, block_keys
 
 # -- layout -------------------------------------------------------------------------------
 
@@ -163,7 +163,7 @@ def allocated(pool: BlockPool, count: int) -> list[int]:
 def cache(pool: BlockPool, key: BlockKey, retention: Retention = Retention.ANSWER) -> int:
     """One block, published and let go."""
     (block,) = allocated(pool, 1)
-    pool.publish(block, key, retention)
+    pool.publish(block, key, Keep(retention))
     pool.release([block])
     return block
 
@@ -183,7 +183,7 @@ def test_allocate_takes_all_or_nothing() -> None:
 def test_an_unpublished_block_is_free_and_a_published_one_cached() -> None:
     pool = BlockPool(4)
     one, other = allocated(pool, 2)
-    pool.publish(one, A, Retention.ANSWER)
+    pool.publish(one, A, Keep(Retention.ANSWER))
     assert pool.find([A]) == [one], "while it is held, too"
     pool.release([one, other])
     stats = pool.statistics()
@@ -252,7 +252,7 @@ def test_the_end_of_a_prefix_goes_before_its_beginning() -> None:
     pool = BlockPool(3)
     blocks = allocated(pool, 3)
     for block, key in zip(blocks, (A, B, C), strict=True):
-        pool.publish(block, key, Retention.ANSWER)
+        pool.publish(block, key, Keep(Retention.ANSWER))
     pool.release(blocks)
     for left in (2, 1, 0):
         allocated(pool, 1)
@@ -272,7 +272,7 @@ def test_a_recycled_block_does_not_inherit_its_retention() -> None:
     block = cache(pool, A, Retention.SYSTEM)
     cache(pool, B, Retention.SYSTEM)
     assert allocated(pool, 1) == [block]
-    pool.publish(block, C, Retention.ANSWER)
+    pool.publish(block, C, Keep(Retention.ANSWER))
     pool.release([block])
     assert allocated(pool, 1) == [block], "an answer now"
     pool.check_integrity([[block]])
@@ -281,8 +281,8 @@ def test_a_recycled_block_does_not_inherit_its_retention() -> None:
 def test_of_two_blocks_with_one_content_the_first_is_found_and_the_other_private() -> None:
     pool = BlockPool(3)
     first, second = allocated(pool, 2)
-    pool.publish(first, A, Retention.ANSWER)
-    pool.publish(second, A, Retention.ANSWER)
+    pool.publish(first, A, Keep(Retention.ANSWER))
+    pool.publish(second, A, Keep(Retention.ANSWER))
     assert pool.find([A]) == [first]
     pool.check_integrity([[first, second]])
     pool.release([second])
@@ -303,13 +303,13 @@ def test_the_higher_retention_of_two_publications_wins(
 ) -> None:
     pool = BlockPool(3)
     found, private, rival = allocated(pool, 3)
-    pool.publish(found, A, one)
+    pool.publish(found, A, Keep(one))
     if not held:
         pool.release([found])
-    pool.publish(private, A, other)
+    pool.publish(private, A, Keep(other))
     pool.check_integrity([[private, rival] + [found] * held])
     pool.release([private] + [found] * held)
-    pool.publish(rival, B, Retention.DOCUMENT)
+    pool.publish(rival, B, Keep(Retention.DOCUMENT))
     pool.release([rival])
     allocated(pool, 1)  # the private one was free
     assert allocated(pool, 1) == [rival]
@@ -330,8 +330,8 @@ def test_a_key_can_be_published_anew_after_its_block_was_evicted() -> None:
 def test_clear_forgets_everything_but_takes_nothing_away() -> None:
     pool = BlockPool(4)
     held, idle = allocated(pool, 2)
-    pool.publish(held, A, Retention.SYSTEM)
-    pool.publish(idle, B, Retention.DOCUMENT)
+    pool.publish(held, A, Keep(Retention.SYSTEM))
+    pool.publish(idle, B, Keep(Retention.DOCUMENT))
     pool.release([idle])
     pool.clear()
     assert pool.find([A]) == pool.find([B]) == []
@@ -347,7 +347,7 @@ def test_clear_forgets_everything_but_takes_nothing_away() -> None:
 def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
     pool = BlockPool(2, enable_prefix_caching=False)
     (block,) = allocated(pool, 1)
-    pool.publish(block, A, Retention.SYSTEM)
+    pool.publish(block, A, Keep(Retention.SYSTEM))
     assert pool.find([A]) == []
     pool.acquire([block])  # sharing among holders works
     pool.release([block])
@@ -376,8 +376,8 @@ def _free_cached(pool: BlockPool) -> None:
     pool._free[0] = pool.find([B])[0]
 
 
-def _miscount(pool: BlockPool) -> None:
-    pool._num_idle += 1
+def _misplace(pool: BlockPool) -> None:
+    pool._idle._level_of[pool.find([B])[0]] += 1
 
 
 def _swap_keys(pool: BlockPool) -> None:
@@ -397,8 +397,8 @@ def _key_of_free(pool: BlockPool) -> None:
     pool._block_of[C] = pool._free[0]
 
 
-def _wrong_class(pool: BlockPool) -> None:
-    pool._retention[pool.find([B])[0]] = Retention.SYSTEM
+def _lose_level(pool: BlockPool) -> None:
+    pool._idle._heap.clear()
 
 
 @pytest.mark.parametrize(
@@ -409,18 +409,18 @@ def _wrong_class(pool: BlockPool) -> None:
         _lose_free,
         _free_twice,
         _free_cached,
-        _miscount,
+        _misplace,
         _swap_keys,
         _lose_key,
         _lose_cached_key,
         _key_of_free,
-        _wrong_class,
+        _lose_level,
     ],
 )
 def test_the_integrity_check_notices(corrupt: Callable[[BlockPool], None]) -> None:
     pool = BlockPool(6)
     held = allocated(pool, 1)
-    pool.publish(held[0], A, Retention.ANSWER)
+    pool.publish(held[0], A, Keep(Retention.ANSWER))
     cache(pool, B, Retention.DOCUMENT)
     pool.check_integrity([held])
     corrupt(pool)
@@ -438,20 +438,32 @@ def test_the_integrity_check_compares_with_the_holders() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """The pool against lists: what is found, who is evicted, what is left."""
+    """The pool against lists: what is found, who is evicted, what is left.
 
-    @initialize(size=st.integers(1, 8), caching=st.booleans())
-    def make(self, size: int, caching: bool) -> None:
-        self.size, self.caching = size, caching
-        self.pool = BlockPool(size, enable_prefix_caching=caching)
+    By age alone it is known who goes; by worth, that nobody goes before what is found through it.
+    """
+
+    @initialize(size=st.integers(1, 8), caching=st.booleans(), cost_aware=st.booleans())
+    def make(self, size: int, caching: bool, cost_aware: bool) -> None:
+        self.size, self.caching, self.cost_aware = size, caching, cost_aware
+        self.pool = BlockPool(size, enable_prefix_caching=caching, cost_aware=cost_aware)
         self.held: list[list[int]] = []
         self.found: dict[BlockKey, int] = {}
-        self.retention: dict[int, Retention] = {}
         self.idle: list[int] = []  # longest unused first
+        self.pinned: list[list[BlockKey]] = []
+        self.wanted: list[list[BlockKey]] = []
 
     @property
     def references(self) -> list[int]:
         return [block for blocks in self.held for block in blocks]
+
+    def _rank(self, block: int) -> tuple[bool, bool]:
+        """Pinned blocks go last, before them wanted ones."""
+        key = next(key for key, b in self.found.items() if b == block)
+        return (
+            any(key in keys for keys in self.pinned),
+            any(key in keys for keys in self.wanted),
+        )
 
     @rule(count=st.integers(0, 5))
     def allocate(self, count: int) -> None:
@@ -462,36 +474,49 @@ class PoolMachine(RuleBasedStateMachine):
             return
         assert blocks is not None
         assert len(set(blocks)) == count
-        evicted = sorted(self.idle, key=lambda b: (self.retention[b], self.idle.index(b)))
-        evicted = evicted[: max(0, count - free)]
-        assert blocks[count - len(evicted) :] == evicted, "in this order"
         assert not set(blocks) & set(self.references)
+        evicted = blocks[min(count, free) :]
+        assert set(evicted) <= set(self.idle)
+        ranks = {block: self._rank(block) for block in self.idle}
+        expected = sorted(self.idle, key=lambda b: (ranks[b], self.idle.index(b)))
+        if not self.cost_aware and not self.pinned and not self.wanted:
+            assert evicted == expected[: len(evicted)], "in this order"
+        assert [ranks[b] for b in evicted] == [ranks[b] for b in expected[: len(evicted)]]
         for block in evicted:
             self.idle.remove(block)
             self.found = {k: b for k, b in self.found.items() if b != block}
         self.held.append(blocks)
 
     @precondition(lambda self: self.held)
-    @rule(data=st.data(), key=st.integers(0, 9), retention=st.sampled_from(Retention))
-    def publish(self, data: st.DataObject, key: int, retention: Retention) -> None:
+    @rule(
+        data=st.data(),
+        key=st.integers(0, 9),
+        retention=st.sampled_from(Retention),
+        seconds=st.sampled_from([None, None, 1e-9, 1e9]),
+        cost=st.sampled_from([1.0, 0.0625, 1.5]),
+    )
+    def publish(
+        self,
+        data: st.DataObject,
+        key: int,
+        retention: Retention,
+        seconds: float | None,
+        cost: float,
+    ) -> None:
         own = [b for b in self.references if b not in self.found.values()]
         if not own:
             return
         block, name = data.draw(st.sampled_from(own)), bytes([key]) * 32
-        self.pool.publish(block, name, retention)
+        self.pool.publish(block, name, Keep(retention, seconds), cost)
         if not self.caching:
             return
         found = self.found.setdefault(name, block)
-        if found == block:
-            self.retention[block] = retention
-        elif retention > self.retention[found]:
-            self.retention[found] = retention
-            if found in self.idle:  # it goes behind those of its new class
-                self.idle.remove(found)
-                self.idle.append(found)
+        if found in self.idle and found != block:  # it may have been put elsewhere
+            self.idle = [b for b in self.pool._idle if b in self.idle]
+            self.idle.sort(key=list(self.pool._idle.next(self.size, lambda _: False)).index)
 
-    @rule(keys=st.lists(st.integers(0, 9), max_size=4, unique=True))
-    def find_and_acquire(self, keys: list[int]) -> None:
+    @rule(keys=st.lists(st.integers(0, 9), max_size=4, unique=True), use=st.booleans())
+    def find_and_acquire(self, keys: list[int], use: bool) -> None:
         names = [bytes([key]) * 32 for key in keys]
         expected = []
         for name in names:
@@ -501,9 +526,23 @@ class PoolMachine(RuleBasedStateMachine):
         blocks = self.pool.find(names)
         assert blocks == expected
         assert self.pool.num_idle_of(blocks) == sum(b in self.idle for b in blocks)
-        self.pool.acquire(blocks)
-        self.idle = [b for b in self.idle if b not in blocks]
-        self.held.append(blocks)
+        if use:
+            self.pool.acquire(blocks)
+            self.idle = [b for b in self.idle if b not in blocks]
+            self.held.append(blocks)
+            return
+        # Held for a transfer: nothing has changed after it.
+        before = self.pool.next_victims(self.size)
+        places = self.pool.hold(blocks)
+        self.pool.check_integrity([*self.held, blocks])
+        self.pool.let_go(blocks, places)
+        after = self.pool.next_victims(self.size)
+        assert sorted(before) == sorted(after)
+        if len(blocks) == 1 and self.cost_aware:
+            return  # it is the oldest of its level now
+        assert not blocks or self.cost_aware or set(blocks) <= set(self.idle + self.references)
+        self.idle = [*[b for b in blocks if b in self.idle], *self.idle]
+        self.idle = list(dict.fromkeys(self.idle))
 
     @precondition(lambda self: self.held)
     @rule(data=st.data())
@@ -513,6 +552,22 @@ class PoolMachine(RuleBasedStateMachine):
         for block in reversed(blocks):
             if block not in self.references and block in self.found.values():
                 self.idle.append(block)
+
+    @rule(keys=st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), on=st.booleans())
+    def pin(self, keys: list[int], on: bool) -> None:
+        if on:
+            self.pinned.append([bytes([key]) * 32 for key in keys])
+            self.pool.pin(self.pinned[-1])
+        elif self.pinned:
+            self.pool.unpin(self.pinned.pop())
+
+    @rule(keys=st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), on=st.booleans())
+    def want(self, keys: list[int], on: bool) -> None:
+        if on:
+            self.wanted.append([bytes([key]) * 32 for key in keys])
+            self.pool.protect(self.wanted[-1])
+        elif self.wanted:
+            self.pool.unprotect(self.wanted.pop())
 
     @rule()
     def clear(self) -> None:

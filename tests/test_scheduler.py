@@ -98,8 +98,10 @@ class WipingPool(BlockPool):
 
     model: ScriptedModel
 
-    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool) -> None:
-        super().__init__(num_blocks, enable_prefix_caching=enable_prefix_caching)
+    def __init__(self, num_blocks: int, *, enable_prefix_caching: bool, cost_aware: bool) -> None:
+        super().__init__(
+            num_blocks, enable_prefix_caching=enable_prefix_caching, cost_aware=cost_aware
+        )
         self.namespace_of: dict[int, str] = {}
 
     def allocate(self, count: int) -> list[int] | None:
@@ -138,7 +140,11 @@ class Rig:
         options = {"depth": depth, "max_decode_steps": steps, "num_blocks": num_blocks}
         self.model = Model(script, stops=stops, **options)
         self.model.load(self.config)
-        self.pool = WipingPool(num_blocks, enable_prefix_caching=self.config.enable_prefix_caching)
+        self.pool = WipingPool(
+            num_blocks,
+            enable_prefix_caching=self.config.enable_prefix_caching,
+            cost_aware=self.config.cache_policy == "cost_aware",
+        )
         self.pool.model = self.model
         self.core = EngineCore(self.config, self.pool, self)
         self.scheduler = self.core.scheduler
@@ -149,6 +155,14 @@ class Rig:
         self.requests: list[Request] = []
         self.updates: list[Update] = []
         self._ids = itertools.count()
+
+    @property
+    def query_tokens(self) -> int:
+        return sum(self.scheduler.reuse.query_tokens.values())
+
+    @property
+    def hit_tokens(self) -> int:
+        return sum(self.scheduler.reuse.hit_tokens.values())
 
     # Runner
     def launch(self, plan: StepPlan) -> Callable[[], StepResult]:
@@ -743,8 +757,8 @@ def test_a_cached_prompt_is_found_up_to_its_last_token(length: int, max_tokens: 
     assert (cold.timeline.cached_tokens, warm.timeline.cached_tokens) == (0, expected)
     assert [c.num_tokens for c in warm.timeline.chunks] == [length - expected]
     assert warm.output_token_ids == cold.output_token_ids
-    assert rig.scheduler.prefix_query_tokens == 2 * length
-    assert rig.scheduler.prefix_hit_tokens == expected
+    assert rig.query_tokens == 2 * length
+    assert rig.hit_tokens == expected
     assert rig.core.prompt_tokens == 2 * length - expected
 
 
@@ -753,7 +767,7 @@ def test_without_prefix_caching_nothing_is_found() -> None:
     for _ in range(2):
         rig.add(unique(40, 7))
         rig.drain()
-    assert rig.scheduler.prefix_hit_tokens == 0
+    assert rig.hit_tokens == 0
     assert rig.pool.statistics().free == rig.num_blocks
 
 
@@ -912,8 +926,8 @@ def test_choices_compute_their_prompt_once(caching: bool, length: int) -> None:
     assert rig.core.prompt_tokens == length + 3 * (length - shared * 16)
     assert len({tuple(r.output_token_ids) for r in choices}) == 4
     # They are one request to the prefix cache, and its blocks were not in it.
-    assert rig.scheduler.prefix_query_tokens == length
-    assert rig.scheduler.prefix_hit_tokens == 0
+    assert rig.query_tokens == length
+    assert rig.hit_tokens == 0
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -1402,7 +1416,7 @@ def test_counts_are_of_what_was_computed_and_not_confused_by_preemption() -> Non
     assert rig.scheduler.num_preemptions >= 1
     assert rig.core.prompt_tokens == 33 * (2 + rig.scheduler.num_preemptions)
     assert rig.core.num_steps == len(rig.model.plans)
-    assert (rig.scheduler.prefix_query_tokens, rig.scheduler.prefix_hit_tokens) == (66, 0)
+    assert (rig.query_tokens, rig.hit_tokens) == (66, 0)
 
 
 def test_a_step_without_work_is_none() -> None:
@@ -1590,8 +1604,7 @@ class CoreMachine(RuleBasedStateMachine):
                 assert request.timeline.cached_tokens < request.num_prompt_tokens
                 if not self.rig.config.enable_prefix_caching:
                     assert request.timeline.cached_tokens == 0
-        scheduler = self.rig.scheduler
-        assert scheduler.prefix_hit_tokens <= scheduler.prefix_query_tokens
+        assert self.rig.hit_tokens <= self.rig.query_tokens
         generated = sum(len(r.output_token_ids) for r in self.rig.requests)
         assert self.rig.core.generated_tokens == generated
         # Nothing lingers: the whole pool can be had.

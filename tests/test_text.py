@@ -586,7 +586,8 @@ def test_segments_are_tokenized_each_on_its_own() -> None:
     own[0] = [BOS, *own[0]]
     assert tokenized.token_ids == [token_id for ids in own for token_id in ids]
     assert tokenized.segment_lengths == tuple(map(len, own))
-    assert tokenized.retentions == (Retention.SYSTEM, Retention.DOCUMENT, Retention.ANSWER)
+    assert tokenized.kinds == ("system", "document", "question")
+    assert tokenized.retentions == (None, None, None)
     assert BACKENDS["byte_level"].token_to_id("<|tool|>") in tokenized.token_ids
     assert tokenizer.decode(tokenized.token_ids) == "The sky isblue"
 

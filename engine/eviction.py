@@ -1,0 +1,143 @@
+"""Idle blocks in the order in which they are evicted."""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+__all__ = ["IdleBlocks"]
+
+_PINNED = 1 << 62
+"""Level of what goes last."""
+_SLACK = 64
+"""Levels without blocks that the heap may hold besides as many as it has with some."""
+
+
+class IdleBlocks:
+    """Blocks that nobody holds, by level: the lowest goes first, of one level the oldest.
+
+    All operations take constant time, but for a level's first block, which takes the logarithm of
+    the number of levels.
+    """
+
+    def __init__(self) -> None:
+        self._levels: dict[int, OrderedDict[int, None]] = {}
+        self._heap: list[int] = []
+        """Every level that has blocks, and some that have none any more."""
+        self._level_of: dict[int, int] = {}
+        self._spared: OrderedDict[int, None] = OrderedDict()
+        """Met when they were to go, and wanted by somebody then."""
+
+    def __len__(self) -> int:
+        return len(self._level_of)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._level_of
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._level_of)
+
+    def add(self, block: int, level: int, *, pinned: bool = False, oldest: bool = False) -> None:
+        """A block becomes idle.
+
+        :param oldest: of its level, not the newest.
+        """
+        if pinned:
+            level = _PINNED
+        blocks = self._levels.get(level)
+        if blocks is None:
+            blocks = self._levels[level] = OrderedDict()
+            if len(self._heap) > 2 * len(self._levels) + _SLACK:
+                self._heap = list(self._levels)
+                heapq.heapify(self._heap)
+            else:
+                heapq.heappush(self._heap, level)
+        blocks[block] = None
+        if oldest:
+            blocks.move_to_end(block, last=False)
+        self._level_of[block] = level
+
+    def remove(self, block: int) -> int:
+        """It is idle no more; gives the level that it had."""
+        level = self._level_of.pop(block)
+        if self._spared and block in self._spared:
+            del self._spared[block]
+        else:
+            blocks = self._levels[level]
+            del blocks[block]
+            if not blocks:
+                # Its place in the heap goes when it comes up.
+                del self._levels[level]
+        return level
+
+    def pop(self, wanted: Callable[[int], bool] | None = None) -> int:
+        """Take out the block that goes next. There must be one.
+
+        :param wanted: says which blocks go only after all others but the pinned ones.
+        """
+        while self._heap and self._heap[0] < _PINNED:
+            level = self._heap[0]
+            blocks = self._levels.get(level)
+            if blocks is None:
+                heapq.heappop(self._heap)
+                continue
+            block = next(iter(blocks))
+            if wanted is not None and wanted(block):
+                self._move_to_spared(block, blocks, level)
+                continue
+            self.remove(block)
+            return block
+        if self._spared:
+            block = next(iter(self._spared))
+        else:
+            block = next(iter(self._levels[_PINNED]))
+        self.remove(block)
+        return block
+
+    def unspare(self) -> None:
+        """Put back what was wanted: who wanted it may not any more."""
+        while self._spared:
+            block, _ = self._spared.popitem()
+            # They were the oldest of their level.
+            self.add(block, self._level_of[block], oldest=True)
+
+    def next(self, count: int, wanted: Callable[[int], bool]) -> list[int]:
+        """Up to `count` blocks that go next, in that order; pinned and wanted ones are not among
+        them. Nothing changes."""
+        found: list[int] = []
+        for level in sorted(self._levels):
+            if level == _PINNED:
+                break
+            for block in self._levels[level]:
+                if not wanted(block):
+                    found.append(block)
+                    if len(found) == count:
+                        return found
+        return found
+
+    def check_integrity(self) -> None:
+        """Check that every block is at one place, its own.
+
+        :raises RuntimeError: if not.
+        """
+        places = {block: level for level, blocks in self._levels.items() for block in blocks}
+        count = sum(len(blocks) for blocks in self._levels.values()) + len(self._spared)
+        places |= {block: self._level_of.get(block, -1) for block in self._spared}
+        if places != self._level_of or count != len(places):
+            raise RuntimeError("an idle block is at no level, at two, or at another than its own")
+        if not set(self._levels) <= set(self._heap):
+            raise RuntimeError("a level of idle blocks will never come up")
+
+    def clear(self) -> None:
+        """Forget them all."""
+        self._levels.clear()
+        self._heap.clear()
+        self._level_of.clear()
+        self._spared.clear()
+
+    def _move_to_spared(self, block: int, blocks: OrderedDict[int, None], level: int) -> None:
+        del blocks[block]
+        if not blocks:
+            del self._levels[level]
+        self._spared[block] = None

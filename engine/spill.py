@@ -1,0 +1,129 @@
+"""Blocks go to the tiers behind the pool before they are evicted, and come back when asked for.
+
+Nothing waits for it: blocks are copied while they are still in the pool, and idle; what is evicted
+before its turn came is lost, and computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from .block_pool import BlockKey, BlockPool
+from .prompt import Retention
+from .request import Request
+from .tiers import BlockStore, TierName, Tiers, Transfer
+
+__all__ = ["Loaded", "Spill"]
+
+_CANDIDATES = 64
+"""Blocks that are looked at, of those that are evicted next."""
+_PRESSURE = 8
+"""They are looked at once less than one block in so many is free."""
+_MIN_SCORE = 1.5
+"""What was not asked for again after it was computed, or not for long, is let go."""
+
+
+class Loaded(NamedTuple):
+    """A load that has ended.
+
+    :param num_blocks: of the request's blocks after those that it had found, so many are filled.
+    :param tier: the slowest that they came from.
+    :param counts: as given to `Spill.load`.
+    """
+
+    request: Request
+    num_blocks: int
+    tier: TierName
+    counts: bool
+
+
+class Spill:
+    """Decides which blocks are moved between the pool and the tiers, and when."""
+
+    def __init__(self, pool: BlockPool, tiers: Tiers) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._loads: dict[Transfer, tuple[Request, bool]] = {}
+        self._saving: Transfer | None = None
+        self._evictions_seen = -1
+        self._seconds_per_token: float | None = None
+
+    @property
+    def held(self) -> list[Sequence[int]]:
+        """Blocks that transfers hold, besides what requests do."""
+        return self._tiers.held
+
+    def note_prefill(self, seconds: float, num_tokens: int) -> None:
+        """Learn what computing costs, from a step with prompts in it."""
+        measured = seconds / num_tokens
+        known = self._seconds_per_token
+        # Steps count by their tokens: small ones cost more a token than what is to be compared.
+        weight = min(1.0, num_tokens / 1024)
+        self._seconds_per_token = measured if known is None else known + weight * (measured - known)
+
+    def num_to_load(self, keys: Sequence[BlockKey], tokens_of: Callable[[int], int]) -> int:
+        """How many of the first blocks are in some tier, if loading is the faster way to have them.
+
+        :param tokens_of: tokens in so many of them.
+        """
+        count = self._tiers.num_leading(keys)
+        if count and self._seconds_per_token is not None:
+            computing = tokens_of(count) * self._seconds_per_token
+            if self._tiers.seconds(keys[:count]) > computing:
+                return 0
+        return count
+
+    def load(self, request: Request, start: int, count: int, counts: bool) -> None:
+        """Fill blocks of a request, from its `start`-th on; it rests meanwhile.
+
+        :param counts: given back with the result.
+        """
+        keys, blocks = request.keys[start : start + count], request.blocks[start : start + count]
+        request.loading = self._tiers.load(keys, blocks, self._pool.hold(blocks))
+        self._loads[request.loading] = request, counts
+
+    def collect(self) -> Iterator[Loaded]:
+        """Loads that have ended, of requests that still wait for them."""
+        for transfer in self._tiers.ended():
+            if transfer is self._saving:
+                self._saving = None
+            request, counts = self._loads.pop(transfer, (None, False))
+            if request is not None and request.loading is transfer:
+                request.loading = None
+                yield Loaded(request, transfer.num_done, transfer.slowest or "disk", counts)
+            self._pool.let_go(transfer.blocks, transfer.places)
+
+    def save_victims(self) -> None:
+        """Copy what will be evicted soon and is likely to be asked for again."""
+        pool = self._pool
+        if self._saving is not None or pool.num_free * _PRESSURE >= pool.num_blocks:
+            return
+        if pool.num_evictions == self._evictions_seen:
+            return  # nothing has moved up since
+        self._evictions_seen = pool.num_evictions
+        store = self._tiers.stores[0]
+        blocks = [
+            block
+            for block in pool.next_victims(_CANDIDATES)
+            if self._is_worth_saving(block) and pool.key_of(block) not in store
+        ]
+        if blocks:
+            self._saving = self._save(store, blocks)
+
+    def persist(self, blocks: Sequence[int]) -> None:
+        """Copy blocks to the slowest tier now."""
+        store = self._tiers.stores[-1]
+        found = [block for block in blocks if self._pool.key_of(block) is not None]
+        if found:
+            self._save(store, found)
+
+    def _save(self, store: BlockStore, blocks: Sequence[int]) -> Transfer:
+        keys = [key for block in blocks if (key := self._pool.key_of(block)) is not None]
+        return self._tiers.save(store, keys, blocks, self._pool.hold(blocks))
+
+    def _is_worth_saving(self, block: int) -> bool:
+        pool = self._pool
+        return (
+            pool.score_of(block) >= _MIN_SCORE or pool.keep_of(block).retention >= Retention.SYSTEM
+        )
