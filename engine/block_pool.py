@@ -7,10 +7,10 @@ Pure bookkeeping; the tensors are in `kv_cache.py`. A block is in exactly one of
     held      at least one request holds it (it may have a key too, and then be shared)
 
 `allocate` takes free blocks first and then evicts cached ones, those first that are worth least.
-What a block is worth is LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001): how often it
-was used, where a use counts half after so many turnovers of the pool, times what it cost to compute
-and a weight for what it is. A block counts as worth at least as much as those that are found only
-through it, so the end of a prefix goes before its beginning.
+What a block is worth is LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001): how often
+it was used, where a use counts half after some turnovers of the pool, times what it cost to
+compute and a weight for what it is. A block counts as worth at least as much as those that are
+found only through it, so the end of a prefix goes before its beginning.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ __all__ = [
     "BlockLayout",
     "BlockPool",
     "Keep",
+    "Place",
     "PoolStatistics",
     "block_keys",
     "next_key",

@@ -49,18 +49,18 @@ class EngineConfig:
     """Run steps kernel by kernel rather than replay CUDA graphs: slower, opens faster."""
     enable_prefix_caching: bool = True
     cache_policy: CachePolicy = "cost_aware"
-    """What is done for prompts that share their beginnings. "cost_aware": blocks are evicted by what
-    they are worth; waiting requests that find most go first; who needs what another is computing
-    waits for it; what waiting requests would find is spared. "lru": none of that, as plain automatic
-    prefix caching has it: the block that was unused for longest is evicted, first come is first
-    served."""
+    """What is done for prompts that share their beginnings. "cost_aware": blocks are evicted by
+    what they are worth; waiting requests that find most go first; who needs what another is
+    computing waits for it; what waiting requests would find is spared. "lru": none of that, as
+    plain automatic prefix caching has it: the block that was unused for longest is evicted, first
+    come is first served."""
     swap_space_bytes: int = 0
     """Host memory, pinned, for blocks that are evicted from a GPU's KV pool and may be asked for
     again; 0 is none. On a CPU the pool is host memory already: raise `kv_cache_bytes`."""
     disk_cache: str | Path | None = None
-    """Folder for blocks of documents that were warmed, and on a CPU for those that are evicted: they
-    are found again after a restart. It holds what the documents say, in the model's words; only its
-    owner may read it. None is no such folder."""
+    """Folder for blocks of documents that were warmed, and on a CPU for those that are evicted:
+    they are found again after a restart. It holds what the documents say, in the model's words;
+    only its owner may read it. None is no such folder."""
     disk_cache_bytes: int = 8 << 30
     """Most bytes of files in `disk_cache`; those that were not used for longest go."""
     max_num_seqs: int = 64

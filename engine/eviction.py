@@ -88,10 +88,7 @@ class IdleBlocks:
                 continue
             self.remove(block)
             return block
-        if self._spared:
-            block = next(iter(self._spared))
-        else:
-            block = next(iter(self._levels[_PINNED]))
+        block = next(iter(self._spared or self._levels[_PINNED]))
         self.remove(block)
         return block
 

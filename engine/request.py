@@ -326,7 +326,7 @@ _KEEP_ANSWER = Keep(Retention.ANSWER)
 
 def _segments(prompt: TokenizedPrompt) -> tuple[PromptSegment, ...]:
     lengths = prompt.segment_lengths
-    kinds = prompt.kinds or ("turn",) * len(lengths)
+    kinds: tuple[SegmentKind, ...] = prompt.kinds or ("turn",) * len(lengths)
     retentions = prompt.retentions or (None,) * len(lengths)
     seconds = prompt.retention_seconds or (None,) * len(lengths)
     segments: list[PromptSegment] = []

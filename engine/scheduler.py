@@ -272,6 +272,8 @@ class Scheduler:
 
         if not decoding and not prompts:
             self._plan_speculative(prompts)
+        if self.waiting:
+            self._admission.protect(self.waiting)
         if self._spill is not None:
             self._spill.save_victims()
 
@@ -438,7 +440,7 @@ class Scheduler:
         is on its way.
         """
 
-        def rank(request: Request) -> tuple[bool, ...]:
+        def rank(request: Request) -> tuple[int, ...]:
             over = request.length == request.max_length and not request.prefill_only
             # What is on its way to it is held until it has come.
             free = request.loading is None
@@ -561,7 +563,6 @@ class Scheduler:
                 long.append(request)
             elif not request.speculative:
                 left -= self._plan_prefill(request, left, prompts)
-        self._admission.protect(self.waiting)
         return budget - left
 
     def _find_prefix(self, request: Request) -> list[int]:

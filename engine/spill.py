@@ -106,7 +106,9 @@ class Spill:
         blocks = [
             block
             for block in pool.next_victims(_CANDIDATES)
-            if self._is_worth_saving(block) and pool.key_of(block) not in store
+            if self._is_worth_saving(block)
+            and (key := pool.key_of(block)) is not None
+            and key not in store
         ]
         if blocks:
             self._saving = self._save(store, blocks)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from .block_pool import BlockKey
+from .block_pool import BlockKey, Place
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,7 +127,7 @@ class Transfer:
         blocks: Sequence[int],
         store: BlockStore | None,
         after: object,
-        places: Sequence[tuple[int, int]],
+        places: Sequence[Place],
     ) -> None:
         self.keys = keys
         self.blocks = blocks
@@ -192,7 +192,7 @@ class Tiers:
         return len(self._under_way)
 
     def load(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], places: Sequence[tuple[int, int]]
+        self, keys: Sequence[BlockKey], blocks: Sequence[int], places: Sequence[Place]
     ) -> Transfer:
         """Fill pool blocks, which are held for it, with what the tiers have under `keys`."""
         return self._start(Transfer(keys, blocks, None, self._io.mark(), places), 0)
@@ -202,7 +202,7 @@ class Tiers:
         store: BlockStore,
         keys: Sequence[BlockKey],
         blocks: Sequence[int],
-        places: Sequence[tuple[int, int]],
+        places: Sequence[Place],
     ) -> Transfer:
         """Copy pool blocks, which are held for it, to a tier. Loads go first."""
         return self._start(Transfer(keys, blocks, store, self._io.mark(), places), 1)
