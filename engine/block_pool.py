@@ -213,11 +213,13 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._key_of: list[BlockKey | None] = [None] * num_blocks
         self._keep = [_DEFAULT] * num_blocks
-        self._log_cost = [0.0] * num_blocks
-        """Of computing it: to the base of 2, where a full block at a prompt's beginning is 0."""
+        self._base = [0.0] * num_blocks
+        """Logarithms, to the base of 2: what a use of it is worth, by its class and its cost."""
         self._score = [0.0] * num_blocks
         """Its uses, as they counted at the last of them; and when that was, in turnovers."""
         self._used_at = [0.0] * num_blocks
+        self._heat = [0.0] * num_blocks
+        """Logarithms: of the score, as seen from the pool's beginning."""
         self._num_allocated = 0
         self._block_of: dict[BlockKey, int] = {}
         self._idle = IdleBlocks()
@@ -278,20 +280,24 @@ class BlockPool:
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Hold `blocks` once more, and use them. They must be held or cached, not free."""
-        references, idle = self._references, self._idle
-        score, used_at = self._score, self._used_at
-        now, last, decay = self._turnovers, 0.0, 0.0
+        references, score, used_at, heat = self._references, self._score, self._used_at, self._heat
+        now, before, after, warmth = self._turnovers, (0.0, -1.0), 0.0, 0.0
+        idle = []
         for block in blocks:
             if references[block] == 0:
-                idle.remove(block)
-                if self._lease_of:
-                    self._lease_of.pop(block, None)
+                idle.append(block)
             references[block] += 1
-            if used_at[block] != last or not decay:
-                last = used_at[block]
-                decay = 2.0 ** ((last - now) / _HALF_LIFE)
-            score[block] = 1.0 + score[block] * decay
-            used_at[block] = now
+            # Neighbours were mostly used together.
+            known = score[block], used_at[block]
+            if known != before:
+                before = known
+                after = 1.0 + known[0] * 2.0 ** ((known[1] - now) / _HALF_LIFE)
+                warmth = log2(after) + now / _HALF_LIFE
+            score[block], used_at[block], heat[block] = after, now, warmth
+        self._idle.remove_all(idle)
+        if self._lease_of:
+            for block in idle:
+                self._lease_of.pop(block, None)
 
     def hold(self, blocks: Iterable[int]) -> list[Place]:
         """Hold `blocks` once more, so that they stay, without using them.
@@ -350,11 +356,12 @@ class BlockPool:
         if found == block:
             self._key_of[block] = key
             self._keep[block] = keep
-            self._log_cost[block] = log2(cost)
+            self._base[block] = _LOG_WEIGHTS[keep.retention] + log2(cost)
             now = self._turnovers
             score, last = self._evicted.pop(key, (0.0, now))
-            self._score[block] = 1.0 + score * 2.0 ** ((last - now) / _HALF_LIFE)
+            self._score[block] = score = 1.0 + score * 2.0 ** ((last - now) / _HALF_LIFE)
             self._used_at[block] = now
+            self._heat[block] = log2(score) + now / _HALF_LIFE
         else:
             self.retain([found], keep)
 
@@ -372,6 +379,7 @@ class BlockPool:
         """Count a use of blocks that are as good as sure to be used again."""
         for block in blocks:
             self._score[block] += 1.0
+            self._heat[block] = log2(self._score[block]) + self._used_at[block] / _HALF_LIFE
 
     def score_of(self, block: int) -> float:
         """How often a block that is found was used, as that counted at its last use; 1 for one
@@ -392,17 +400,28 @@ class BlockPool:
         Works from the tail, so that the end of a prefix is evicted before its beginning, without
         which it could not be found.
         """
-        references, keys, level, now = self._references, self._key_of, _LOWEST, 0
+        references, keys, special = self._references, self._key_of, bool(self._pins)
+        base, heat, keep = self._base, self._heat, self._keep
+        level, now = _LOWEST, 0
+        run: list[int] = []  # blocks that become idle at one level
         for block in reversed(blocks):
             references[block] -= 1
-            if keys[block] is not None:
-                level = max(level, self._level(block))
+            if keys[block] is None:
                 if references[block] == 0:
-                    if self._keep[block].seconds is not None:
-                        now = now or time.monotonic_ns()
-                    self._become_idle(block, level, now)
-            elif references[block] == 0:
-                self._free.append(block)
+                    self._free.append(block)
+                continue
+            own = round(_LEVELS * (base[block] + heat[block])) if self._cost_aware else 0
+            if own > level:
+                self._idle.add_all(run, level)
+                run, level = [], own
+            if references[block]:
+                continue
+            if special or keep[block].seconds is not None:
+                now = now or time.monotonic_ns()
+                self._become_idle(block, level, now)
+            else:
+                run.append(block)
+        self._idle.add_all(run, level)
 
     # -- what is to stay ------------------------------------------------------------------
 
@@ -511,17 +530,7 @@ class BlockPool:
     def _level(self, block: int) -> int:
         """The logarithm of what a block is worth; it does not change while the block is idle, for
         all that lies idle loses its worth alike."""
-        if not self._cost_aware:
-            return 0
-        return round(
-            _LEVELS
-            * (
-                _LOG_WEIGHTS[self._keep[block].retention]
-                + self._log_cost[block]
-                + log2(self._score[block])
-                + self._used_at[block] / _HALF_LIFE
-            )
-        )
+        return round(_LEVELS * (self._base[block] + self._heat[block])) if self._cost_aware else 0
 
     def _become_idle(self, block: int, level: int, now: int) -> None:
         seconds = self._keep[block].seconds
@@ -535,6 +544,7 @@ class BlockPool:
     def _change_keep(self, block: int, keep: Keep) -> None:
         change = _LOG_WEIGHTS[keep.retention] - _LOG_WEIGHTS[self._keep[block].retention]
         self._keep[block] = keep
+        self._base[block] += change
         if block in self._idle:
             # By as much for all of a prefix: what is found through a block still goes before it.
             steps = round(_LEVELS * change) if self._cost_aware else 0

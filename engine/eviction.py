@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 __all__ = ["IdleBlocks"]
 
@@ -58,17 +58,34 @@ class IdleBlocks:
             blocks.move_to_end(block, last=False)
         self._level_of[block] = level
 
+    def add_all(self, blocks: Sequence[int], level: int) -> None:
+        """Blocks become idle, one after the other."""
+        if not blocks:
+            return
+        self.add(blocks[0], level)
+        if len(blocks) > 1:
+            places = dict.fromkeys(blocks[1:])
+            self._levels[level].update(places)
+            self._level_of.update(dict.fromkeys(places, level))
+
+    def remove_all(self, blocks: Sequence[int]) -> None:
+        """Blocks are idle no more."""
+        level_of, levels, spared = self._level_of, self._levels, self._spared
+        for block in blocks:
+            level = level_of.pop(block)
+            if spared and block in spared:
+                del spared[block]
+                continue
+            at_level = levels[level]
+            del at_level[block]
+            if not at_level:
+                # Its place in the heap goes when it comes up.
+                del levels[level]
+
     def remove(self, block: int) -> int:
         """It is idle no more; gives the level that it had."""
-        level = self._level_of.pop(block)
-        if self._spared and block in self._spared:
-            del self._spared[block]
-        else:
-            blocks = self._levels[level]
-            del blocks[block]
-            if not blocks:
-                # Its place in the heap goes when it comes up.
-                del self._levels[level]
+        level = self._level_of[block]
+        self.remove_all([block])
         return level
 
     def pop(self, wanted: Callable[[int], bool] | None = None) -> int:
