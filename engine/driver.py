@@ -113,15 +113,17 @@ class Driver:
         with self._lock:
             self.check_open()
             self._check_room(first)
-            self._num_submitted += 1
-            self._num_submitted_tokens += first.num_prompt_tokens
+            # Speculation takes no place in the queue: no request is refused for it.
+            places = int(not first.speculative)
+            self._num_submitted += places
+            self._num_submitted_tokens += places * first.num_prompt_tokens
 
             def add() -> None:
                 for request in requests:
                     self._subscribers[request] = reference
                 with self._lock:
-                    self._num_submitted -= 1
-                    self._num_submitted_tokens -= first.num_prompt_tokens
+                    self._num_submitted -= places
+                    self._num_submitted_tokens -= places * first.num_prompt_tokens
                     for request in requests:
                         self._core.add(request)
 
@@ -226,8 +228,10 @@ class Driver:
     def _check_room(self, request: Request) -> None:
         config, scheduler = self._core.config, self._core.scheduler
         queued, num_tokens = self.num_queued, request.num_prompt_tokens
-        if request.speculative and queued:
-            raise QueueFullError("requests", queued, 0, self._finish_interval)
+        if request.speculative:
+            if waiting := max(queued, len(scheduler.waiting)):
+                raise QueueFullError("requests", waiting, 0, self._finish_interval)
+            return
         if queued >= config.max_queued_requests:
             raise QueueFullError(
                 "requests", queued, config.max_queued_requests, self._finish_interval
@@ -344,8 +348,9 @@ class Driver:
     def _note_finish(self, update: Update) -> None:
         del self._subscribers[update.request]
         reason = update.delta.finish_reason or "abort"
-        if not update.request.prefill_only:
-            self._core.recorder.finished(update.request, reason, update.error)
+        if update.request.prefill_only:
+            return
+        self._core.recorder.finished(update.request, reason, update.error)
         now = time.monotonic()
         self._finish_interval += 0.2 * (now - self._last_finish - self._finish_interval)
         self._last_finish = now

@@ -57,7 +57,7 @@ class Health:
         return self.status == "ready"
 
 
-_NOTHING = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+_NOTHING = SamplingParams(temperature=0.0, max_tokens=1, seed=0, detokenize=False)
 """How to sample what is not generated."""
 _WARMING_PRIORITY = 1 << 20
 _WARMED_AT_ONCE = 4

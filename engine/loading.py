@@ -14,13 +14,16 @@ from typing import TYPE_CHECKING, Protocol
 
 from .config import EngineConfig
 from .core import Runner
-from .errors import InvalidParamsError
+from .errors import InvalidParamsError, ModelLoadError
 from .text import Tokenizer
+from .tiers import BlockIO, BlockStore, Tiers
 
 if TYPE_CHECKING:
     import torch
 
-    from .models import DecoderModel
+    from .gpu.runner import GPURunner
+    from .models import DecoderModel, ModelConfig
+    from .runner import ModelRunner
 
 __all__ = ["LoadedModel", "ModelSource", "PretrainedModel", "build", "log_opened"]
 
@@ -45,6 +48,18 @@ class LoadedModel:
     num_threads: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
     """Time per phase of loading."""
+    kv_identity: dict[str, str] | None = None
+    """What decides its keys and values, if blocks are to be kept on a disk: see `fingerprint`."""
+    tiers: Tiers | None = None
+    """Behind the KV pool, if there are any."""
+    attention_tokens: float = float("inf")
+    """Position at which a token's attention costs as much to compute as all else."""
+
+    def close(self) -> None:
+        """Give the memory back, if no engine has taken this over."""
+        if self.tiers is not None:
+            self.tiers.close()
+        self.runner.close()
 
 
 class ModelSource(Protocol):
@@ -91,16 +106,29 @@ class PretrainedModel:
             dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
             if dtype is not None:
                 folder = cast(folder, dtype)
-        with ThreadPoolExecutor(1, thread_name_prefix="ragserve loading") as beside:
+        with ThreadPoolExecutor(2, thread_name_prefix="ragserve loading") as beside:
             tokenizing = beside.submit(self._load_tokenizer, folder, config, seconds)
+            hashing = beside.submit(self._hash_weights, folder, seconds) if _keeps(config) else None
             with _timed(seconds, "weights"):
                 model = load_model(
                     folder, dtype=dtype, device=device, max_model_len=config.max_model_len
                 )
             tokenizer = tokenizing.result()
+            weights = None if hashing is None else hashing.result()
         tokenizer.check_model(model.config.vocab_size)
         name = Path(self.name).stem if str(self.name).endswith(".gguf") else str(self.name)
-        return build(model, tokenizer, config, name=name, seconds=seconds)
+        return build(model, tokenizer, config, name=name, seconds=seconds, weights=weights)
+
+    @staticmethod
+    def _hash_weights(folder: Path, seconds: dict[str, float]) -> str:
+        from .fingerprint import hash_files
+        from .models.weights import Checkpoint
+
+        with _timed(seconds, "fingerprint"):
+            try:
+                return hash_files(sorted(set(Checkpoint(folder).files.values())))
+            except OSError as error:
+                raise ModelLoadError(f"cannot read the weights in {folder}: {error}") from error
 
     @staticmethod
     def _load_tokenizer(folder: Path, config: EngineConfig, seconds: dict[str, float]) -> Tokenizer:
@@ -115,15 +143,25 @@ def build(
     *,
     name: str,
     seconds: dict[str, float],
+    weights: str | None = None,
 ) -> LoadedModel:
     """Make the KV pool and the runner of a model whose weights are on `config.device`.
 
     :param seconds: time per phase of loading so far; extended.
+    :param weights: their fingerprint; None computes it from the tensors, if it is needed.
     :raises InvalidParamsError: if a knob does not fit the model.
     :raises OutOfMemoryError: if the KV pool does not fit.
     """
-    runner: Runner
+    runner: ModelRunner | GPURunner
     weight_bytes, num_threads, max_num_mixed_tokens = model.num_bytes, 1, None
+    identity = None
+    if _keeps(config):
+        # Before the backend takes the weights over.
+        from .fingerprint import hash_tensors, kv_identity
+
+        with _timed(seconds, "fingerprint"):
+            weights = weights or hash_tensors(model.tensors())
+            identity = kv_identity(model, weights, config.block_size)
     with _timed(seconds, "backend"):
         if model.device.type == "cpu":
             runner, num_blocks, kv_bytes, num_threads = _build_cpu(model, config)
@@ -132,6 +170,11 @@ def build(
 
             runner, num_blocks, kv_bytes = build_gpu(model, config)
             max_num_mixed_tokens = runner.num_mixed_tokens
+    try:
+        tiers = _open_tiers(runner.block_io, identity, config)
+    except BaseException:
+        runner.close()
+        raise
     return LoadedModel(
         name=name,
         runner=runner,
@@ -145,10 +188,41 @@ def build(
         dtype=str(model.dtype).removeprefix("torch."),
         num_threads=num_threads,
         seconds=seconds,
+        kv_identity=identity,
+        tiers=tiers,
+        attention_tokens=_attention_tokens(model.config),
     )
 
 
-def _build_cpu(model: DecoderModel, config: EngineConfig) -> tuple[Runner, int, int, int]:
+def _open_tiers(
+    io: BlockIO | None, identity: dict[str, str] | None, config: EngineConfig
+) -> Tiers | None:
+    """What is behind the pool, fastest first.
+
+    :raises OutOfMemoryError: if the host has no room for `swap_space_bytes`.
+    """
+    stores: list[BlockStore] = []
+    if io is not None and config.swap_space_bytes:
+        from .host_tier import HostTier
+
+        stores.append(HostTier(io, config.swap_space_bytes))
+    if io is not None and config.disk_cache is not None and identity is not None:
+        from .disk_tier import DiskTier
+
+        stores.append(DiskTier(Path(config.disk_cache), identity, config.disk_cache_bytes, io))
+    return None if io is None or not stores else Tiers(stores, io)
+
+
+def _attention_tokens(config: ModelConfig) -> float:
+    """Multiplications of a layer's weights with a token, over those of its attention with one key
+    and one value."""
+    width = config.num_heads * config.head_dim
+    weights = config.hidden_size * (2 * width + 2 * config.num_kv_heads * config.head_dim)
+    weights += 3 * config.hidden_size * config.intermediate_size
+    return weights / (2 * width)
+
+
+def _build_cpu(model: DecoderModel, config: EngineConfig) -> tuple[ModelRunner, int, int, int]:
     """Runner, number of blocks, bytes of the KV pool, threads."""
     import torch
 
@@ -165,6 +239,11 @@ def _build_cpu(model: DecoderModel, config: EngineConfig) -> tuple[Runner, int, 
     backend = make_backend(model, ops, num_blocks=num_blocks, block_size=config.block_size)
     runner = ModelRunner(backend, num_threads=num_threads)
     return runner, num_blocks, num_blocks * per_block, num_threads
+
+
+def _keeps(config: EngineConfig) -> bool:
+    """Whether blocks are to be kept on a disk."""
+    return config.disk_cache is not None
 
 
 def _device(config: EngineConfig) -> torch.device:

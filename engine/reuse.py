@@ -64,7 +64,8 @@ class ReuseRecorder:
         request.timeline.reuse = tuple(reuse)
         if counts and request.awaited_from is not None:
             self.awaited_tokens += max(0, cached - request.awaited_from)
-        if may_share:
+        # What is only speculated on may not come to be computed.
+        if may_share and not request.speculative:
             self._history.note((s.digest for s in request.segments), request.namespace)
 
     def _explain(

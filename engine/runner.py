@@ -10,6 +10,7 @@ import torch
 from ragserve import kernels
 
 from .backend import Backend
+from .cpu_blocks import CPUBlockIO
 from .request import Request
 from .sampler import InvalidLogitsError, Sampler, SamplingState
 from .scheduler import ScheduledChunk, StepPlan, StepResult
@@ -24,6 +25,7 @@ class ModelRunner:
 
     :param backend: weights and KV pool; block numbers of plans index it.
     :param num_threads: CPU threads of a step, in the thread that calls `launch`.
+    :ivar block_io: copies blocks of the pool; None if it is not in the host's memory.
     """
 
     depth = 1
@@ -33,10 +35,14 @@ class ModelRunner:
         self._backend: Backend | None = backend
         self._num_threads: int | None = num_threads
         self._sampler = Sampler(backend.config.vocab_size)
+        on_host = backend.pools[0].device.type == "cpu"
+        self.block_io = CPUBlockIO(backend) if on_host else None
 
     def close(self) -> None:
         """Drop the weights and the KV pool."""
         self._backend = None
+        if self.block_io is not None:
+            self.block_io.close()
 
     def samples_on_host(self, request: Request) -> bool:
         """See `Runner`: with one plan at a time, every token is there when the next is due."""

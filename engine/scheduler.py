@@ -159,7 +159,8 @@ class Scheduler:
         self.running: list[Request] = []
         """In order of admission."""
         self.queued: set[Request] = set()
-        """Requests that have never been started; of one with choices, the leader stands for all."""
+        """Requests that have never been started, but for speculative ones; of one with choices, the
+        leader stands for all."""
         self.num_queued_tokens = 0
         """Their prompt tokens."""
         self._released: list[Request] = []
@@ -181,7 +182,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a new request, behind its equals."""
         request.sort_key = (request.speculative, request.priority, next(self._order))
-        if request.leader is None:
+        # Speculation takes no place in the queue: no request is refused for it.
+        if request.leader is None and not request.speculative:
             self._enqueue(request)
         bisect.insort(self.waiting, request, key=_by_key)
 

@@ -20,6 +20,10 @@ _CANDIDATES = 64
 """Blocks that are looked at, of those that are evicted next."""
 _PRESSURE = 8
 """They are looked at once less than one block in so many is free."""
+_SAVED_AT_ONCE = 16
+"""Blocks of one save: a load waits for the one that is under way."""
+_TRIED_AGAIN = 50
+"""Of loads that seem slower than computing, one in so many is made."""
 _MIN_SCORE = 1.5
 """What was not asked for again after it was computed, or not for long, is let go."""
 
@@ -48,6 +52,7 @@ class Spill:
         self._saving: Transfer | None = None
         self._evictions_seen = -1
         self._seconds_per_token: float | None = None
+        self._num_refused = 0
 
     @property
     def held(self) -> list[Sequence[int]]:
@@ -71,7 +76,9 @@ class Spill:
         if count and self._seconds_per_token is not None:
             computing = tokens_of(count) * self._seconds_per_token
             if self._tiers.seconds(keys[:count]) > computing:
-                return 0
+                # Now and then it is tried all the same: what was measured may have changed.
+                self._num_refused += 1
+                return 0 if self._num_refused % _TRIED_AGAIN else count
         return count
 
     def load(self, request: Request, start: int, count: int, counts: bool) -> None:
@@ -111,18 +118,21 @@ class Spill:
             and key not in store
         ]
         if blocks:
-            self._saving = self._save(store, blocks)
+            # The end of a prefix is evicted first, and its beginning is to be the last to go.
+            self._saving = self._save(store, blocks[::-1])[-1]
 
     def persist(self, blocks: Sequence[int]) -> None:
         """Copy blocks to the slowest tier now."""
         store = self._tiers.stores[-1]
-        found = [block for block in blocks if self._pool.key_of(block) is not None]
-        if found:
-            self._save(store, found)
+        self._save(store, [b for b in blocks if self._pool.key_of(b) is not None])
 
-    def _save(self, store: BlockStore, blocks: Sequence[int]) -> Transfer:
-        keys = [key for block in blocks if (key := self._pool.key_of(block)) is not None]
-        return self._tiers.save(store, keys, blocks, self._pool.hold(blocks))
+    def _save(self, store: BlockStore, blocks: Sequence[int]) -> list[Transfer]:
+        transfers = []
+        for start in range(0, len(blocks), _SAVED_AT_ONCE):
+            part = blocks[start : start + _SAVED_AT_ONCE]
+            keys = [key for block in part if (key := self._pool.key_of(block)) is not None]
+            transfers.append(self._tiers.save(store, keys, part, self._pool.hold(part)))
+        return transfers
 
     def _is_worth_saving(self, block: int) -> bool:
         pool = self._pool

@@ -245,6 +245,7 @@ class Stream:
             return
         self._started = True
         self._timeline.arrived = time.monotonic_ns()
+        requests: list[Request] = []
         try:
             requests = await self._make_requests(self._timeline)
             if self._closed:
@@ -255,7 +256,9 @@ class Stream:
         except BaseException as error:
             self._closed = True
             if isinstance(error, Exception):
-                self._driver.note_rejected(error)
+                # That there was nothing to be had for speculation is no refusal.
+                if not (requests and requests[0].speculative):
+                    self._driver.note_rejected(error)
                 self._error = error  # entered once more, it must not look like an empty answer
             raise
         self._requests = requests

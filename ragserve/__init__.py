@@ -63,10 +63,12 @@ if TYPE_CHECKING:
         IndexMismatchError,
         Retriever,
         ScoredChunk,
+        StagedRetriever,
     )
     from .metrics import Metrics
     from .pipeline import Answer, AnswerStream, Done, RagPipeline, RagTimings, Retrieved, Source
     from .prompting import BuiltPrompt, PromptTemplate
+    from .reuse import PromptReuse
 
 __all__ = [
     "__version__",
@@ -98,6 +100,7 @@ __all__ = [
     "Done",
     "Embedder",
     "FaissIndex",
+    "PromptReuse",
     "PromptTemplate",
     "RagPipeline",
     "RagTimings",
@@ -106,6 +109,7 @@ __all__ = [
     "ScoredChunk",
     "SentenceTransformerEmbedder",
     "Source",
+    "StagedRetriever",
     "TokenSplitter",
     # errors
     "RagserveError",
@@ -140,6 +144,7 @@ _HOME = {
         "IndexMismatchError",
         "Retriever",
         "ScoredChunk",
+        "StagedRetriever",
     ),
     "metrics": ("Metrics",),
     "pipeline": (
@@ -152,6 +157,7 @@ _HOME = {
         "Source",
     ),
     "prompting": ("BuiltPrompt", "PromptTemplate"),
+    "reuse": ("PromptReuse",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -33,7 +33,8 @@ from ragserve.engine import (
 from .documents import Document, TokenSplitter
 from .embedding import SentenceTransformerEmbedder
 from .index import FaissIndex, IndexLoadError
-from .pipeline import RagPipeline, Retrieved, Source
+from .pipeline import Done, RagPipeline, Retrieved, Source
+from .reuse import PromptReuse
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
@@ -119,6 +120,7 @@ class Answer:
     text: str = ""
     done: bool = False
     sources: Sequence[Source] = field(default_factory=tuple)
+    reuse: PromptReuse | None = None
     trace_id: str = ""
 
 
@@ -130,6 +132,8 @@ async def _answer(pipeline: RagPipeline, answer: Answer, display: Display) -> No
             elif isinstance(event, Delta):
                 answer.text += event.text
                 display.add(answer, event.text)
+            elif isinstance(event, Done):
+                answer.reuse = event.reuse
         answer.trace_id = stream.trace_id or ""
     answer.done = True
     display.add(answer, "")
@@ -402,7 +406,8 @@ def _wrap(text: str, width: int) -> list[str]:
 
 
 def report(answer: Answer, spans: Sequence[ReadableSpan], with_text: bool) -> Iterator[str]:
-    """The lines about one answer: (text,) sources, token usage, and where the time went."""
+    """The lines about one answer: (text,) sources, token usage, what of the prompt was cached and
+    why not more, and where the time went."""
     yield f"\n[{answer.number}] {answer.question}"
     if with_text:
         yield from (f"    {line}" for line in _wrap(answer.text, 96))
@@ -413,6 +418,8 @@ def report(answer: Answer, spans: Sequence[ReadableSpan], with_text: bool) -> It
     for span in spans:
         if span.name.split()[0] == "chat":
             yield f"    tokens   {usage(span.attributes or {})}"
+    if answer.reuse is not None:
+        yield from (f"      {line}" for line in answer.reuse.table().splitlines())
     yield from (f"    {line}" for line in waterfall(spans))
 
 
@@ -425,7 +432,8 @@ def usage(attributes: Mapping[str, object]) -> str:
 
 
 def waterfall(spans: Sequence[ReadableSpan], width: int = 50) -> Iterator[str]:
-    """One line a stage: its milliseconds, and a bar where it lies in the whole answer.
+    """One line a stage: its milliseconds, and a bar where it lies in the whole answer. Before them
+    one for what was computed ahead, beside the first stages, if anything was.
 
     :param spans: of one trace.
     :param width: characters that stand for the whole answer.
@@ -435,7 +443,7 @@ def waterfall(spans: Sequence[ReadableSpan], width: int = 50) -> Iterator[str]:
         return
     start, end = times["invoke_workflow"]
     scale = width / max(1, end - start)
-    for stage, name in STAGES.items():
+    for stage, name in {"ahead": "prefill_ahead", **STAGES}.items():
         if name not in times:
             continue
         begin, finish = times[name]

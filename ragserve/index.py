@@ -7,11 +7,11 @@ import json
 import os
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, Self, TypeAlias
+from typing import Any, Final, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 
@@ -29,6 +29,7 @@ __all__ = [
     "Query",
     "Retriever",
     "ScoredChunk",
+    "StagedRetriever",
 ]
 
 Query: TypeAlias = str | Vectors
@@ -86,6 +87,19 @@ class Retriever(Protocol):
         self, query: Query, *, top_k: int, filter: ChunkFilter | None = None
     ) -> Sequence[ScoredChunk]:
         """At most `top_k` chunks, the best first."""
+
+
+@runtime_checkable
+class StagedRetriever(Retriever, Protocol):
+    """A retriever that has a first idea soon, as one whose results are ranked anew later.
+
+    A pipeline has the beginning of the prompt computed by what it knows, in the meantime.
+    """
+
+    def retrieve_stages(
+        self, query: Query, *, top_k: int, filter: ChunkFilter | None = None
+    ) -> AsyncIterator[Sequence[ScoredChunk]]:
+        """Provisional results, then the final ones, which are what `retrieve` gives."""
 
 
 class FaissIndex:

@@ -46,12 +46,14 @@ if TYPE_CHECKING:
         Observation,
     )
 
+    from ragserve.engine import TierStatistics
+
 __all__ = ["Metrics"]
 
 S = TypeVar("S")
 
 Attributes: TypeAlias = dict[str, str]
-Value: TypeAlias = float | Distribution | Mapping[str, int]
+Value: TypeAlias = float | Distribution | Mapping[Any, int]  # by a text
 
 REQUEST_DURATION: Final = "gen_ai.server.request.duration"
 TIME_TO_FIRST_TOKEN: Final = "gen_ai.server.time_to_first_token"
@@ -94,6 +96,76 @@ def _blocks(statistics: Statistics) -> dict[str, int]:
     free = max(0, statistics.blocks_total - used - cached)
     return {"used": used, "cached": cached, "free": free}
 
+
+def _tier_metric(
+    name: str, exposed: str, kind: Kind, unit: str, help: str, of: Callable[[TierStatistics], int]
+) -> _Metric[Statistics]:
+    """A metric of each tier behind the KV pool."""
+
+    def read(statistics: Statistics) -> dict[str, int]:
+        return {tier: of(values) for tier, values in statistics.cache.tiers.items()}
+
+    return _Metric(name, exposed, kind, unit, help, read, "tier", "ragserve.tier")
+
+
+_OF_TIERS: Final[tuple[_Metric[Statistics], ...]] = (
+    _tier_metric(
+        "ragserve.tier.blocks",
+        "ragserve_tier_blocks",
+        "gauge",
+        "{block}",
+        "KV blocks kept in a tier behind the pool: in host memory, or on disk.",
+        lambda t: t.blocks,
+    ),
+    _tier_metric(
+        "ragserve.tier.size",
+        "ragserve_tier_bytes",
+        "gauge",
+        "By",
+        "Bytes of the KV blocks kept in a tier.",
+        lambda t: t.bytes,
+    ),
+    _tier_metric(
+        "ragserve.tier.capacity",
+        "ragserve_tier_capacity_bytes",
+        "gauge",
+        "By",
+        "Bytes that a tier may take.",
+        lambda t: t.capacity_bytes,
+    ),
+    _tier_metric(
+        "ragserve.tier.saved",
+        "ragserve_tier_saved_blocks_total",
+        "counter",
+        "{block}",
+        "KV blocks copied from the pool to a tier.",
+        lambda t: t.saved,
+    ),
+    _tier_metric(
+        "ragserve.tier.loaded",
+        "ragserve_tier_loaded_blocks_total",
+        "counter",
+        "{block}",
+        "KV blocks copied from a tier back to the pool.",
+        lambda t: t.loaded,
+    ),
+    _tier_metric(
+        "ragserve.tier.evicted",
+        "ragserve_tier_evicted_blocks_total",
+        "counter",
+        "{block}",
+        "KV blocks dropped from a tier to make room.",
+        lambda t: t.evicted,
+    ),
+    _tier_metric(
+        "ragserve.tier.rejected",
+        "ragserve_tier_rejected_blocks_total",
+        "counter",
+        "{block}",
+        "KV blocks of a tier that were broken or foreign, and were not used.",
+        lambda t: t.rejected,
+    ),
+)
 
 _OF_ENGINE: Final[tuple[_Metric[Statistics], ...]] = (
     _Metric(
@@ -143,8 +215,10 @@ _OF_ENGINE: Final[tuple[_Metric[Statistics], ...]] = (
         "ragserve_prefix_query_tokens_total",
         "counter",
         "{token}",
-        "Prompt tokens of all started requests.",
-        lambda s: s.prefix_query_tokens,
+        "Prompt tokens of all started requests, by kind of segment.",
+        lambda s: s.cache.query_tokens,
+        "kind",
+        "ragserve.segment.kind",
     ),
     _Metric(
         "ragserve.prefix.hit_tokens",
@@ -152,8 +226,29 @@ _OF_ENGINE: Final[tuple[_Metric[Statistics], ...]] = (
         "counter",
         "{token}",
         "Of the prompt tokens of started requests, those found in the cache.",
-        lambda s: s.prefix_hit_tokens,
+        lambda s: s.cache.hit_tokens,
+        "kind",
+        "ragserve.segment.kind",
     ),
+    _Metric(
+        "ragserve.prefix.miss_tokens",
+        "ragserve_prefix_miss_tokens_total",
+        "counter",
+        "{token}",
+        "Of the prompt tokens of started requests, those not found in the cache, by the reason.",
+        lambda s: s.cache.miss_tokens,
+        "reason",
+        "ragserve.miss_reason",
+    ),
+    _Metric(
+        "ragserve.prefix.awaited_tokens",
+        "ragserve_prefix_awaited_tokens_total",
+        "counter",
+        "{token}",
+        "Prompt tokens that were waited for while another request computed them.",
+        lambda s: s.cache.awaited_tokens,
+    ),
+    *_OF_TIERS,
     _Metric(
         "ragserve.prefix.hit_ratio",
         "ragserve_prefix_hit_ratio",
@@ -324,6 +419,32 @@ _OF_PIPELINE: Final[tuple[_Metric[PipelineStatistics], ...]] = (
         "s",
         "Making and tokenizing the prompt.",
         lambda s: s.context,
+    ),
+    _Metric(
+        "ragserve.prefill_ahead.answers",
+        "ragserve_prefill_ahead_answers_total",
+        "counter",
+        "{answer}",
+        "Answers by what came of computing the beginning of their prompts ahead.",
+        lambda s: s.num_ahead,
+        "outcome",
+        "ragserve.outcome",
+    ),
+    _Metric(
+        "ragserve.prefill_ahead.computed_tokens",
+        "ragserve_prefill_ahead_computed_tokens_total",
+        "counter",
+        "{token}",
+        "Prompt tokens computed ahead, before the prompts were known.",
+        lambda s: s.ahead_computed_tokens,
+    ),
+    _Metric(
+        "ragserve.prefill_ahead.found_tokens",
+        "ragserve_prefill_ahead_found_tokens_total",
+        "counter",
+        "{token}",
+        "Of the prompt tokens computed ahead, those that their answers found in the cache.",
+        lambda s: s.ahead_found_tokens,
     ),
 )
 

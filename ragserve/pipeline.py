@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
@@ -18,6 +19,7 @@ from ragserve.engine import (
     InvalidParamsError,
     SamplingParams,
     Stream,
+    TokenizedPrompt,
     Usage,
     current_event_loop,
     run_in,
@@ -25,14 +27,19 @@ from ragserve.engine import (
 
 from .documents import Chunk
 from .embedding import Embedder
-from .index import ChunkFilter, Query, Retriever, ScoredChunk
-from .prompting import PromptTemplate
+from .index import ChunkFilter, Query, Retriever, ScoredChunk, StagedRetriever
+from .ordering import DocumentOrder, Popularity
+from .overlap import PrefillAhead, Recent, beginning, beside, normalized
+from .prompting import BuiltPrompt, PromptTemplate, SegmentTokens
+from .reuse import PromptReuse
 from .statistics import AnswerListener, PipelineRecorder, PipelineStatistics
 from .tracing import AnswerRecord, AnswerTracer, GenerationRecord, error_type
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import TracerProvider
+
+    from ragserve.engine import Pin
 
 __all__ = [
     "Answer",
@@ -47,6 +54,10 @@ __all__ = [
 
 _ANSWER_TOKENS = 256
 """Room kept for an answer of unlimited length when documents are chosen."""
+_MAX_CHUNKS = 4096
+"""Questions and chunks that are remembered, for guesses and for `warm(top=...)`."""
+_MAX_BEGINNINGS = 128
+"""Tokenized beginnings of prompts that are remembered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +66,14 @@ class Source:
 
     :param number: its number in the prompt, from 1: what a citation like [1] means.
     :param score: similarity to the question.
+    :param rank: its place among all that was retrieved, from 1 for the most relevant. Other than
+        `number` if the template orders documents otherwise.
     """
 
     number: int
     chunk: Chunk
     score: float
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +109,27 @@ class RagTimings:
 class Retrieved:
     """The first event: what the answer will be based on. The engine is at work already.
 
+    :param sources: in the order of the prompt.
     :param dropped: chunks that were found and did not fit into the prompt.
+    :param order: how the documents were ordered.
     """
 
     sources: tuple[Source, ...]
     dropped: tuple[ScoredChunk, ...] = ()
+    order: DocumentOrder = "relevance"
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The last event."""
+    """The last event.
+
+    :param reuse: what of the prompt was found in the cache, and why not more; `print` it.
+    """
 
     completion: Completion
     timings: RagTimings
     sources: tuple[Source, ...]
+    reuse: PromptReuse
 
 
 AnswerEvent: TypeAlias = Retrieved | Delta | Done
@@ -118,6 +139,10 @@ AnswerEvent: TypeAlias = Retrieved | Delta | Done
 class Answer:
     """A finished answer.
 
+    :param sources: in the order of the prompt.
+    :param order: how the documents were ordered.
+    :param reuse: what of the prompt was found in the cache, and why not more; `print` it, or its
+        `table()`.
     :param trace_id: of its spans, 32 hexadecimal digits; None if it was not traced.
     """
 
@@ -126,6 +151,8 @@ class Answer:
     usage: Usage
     timings: RagTimings
     completion: Completion
+    order: DocumentOrder
+    reuse: PromptReuse
     trace_id: str | None = None
 
 
@@ -144,6 +171,9 @@ class RagPipeline:
     :param capture_content: put questions, documents and answers into spans.
     :param openinference: give the spans OpenInference's attributes too.
     :param namespace: the tenant; cached blocks are never shared between namespaces.
+    :param overlap: have the engine compute the system prompt, and the first document where it can
+        be guessed, while the question is embedded and documents are found, whenever it has nothing
+        else to do and they are not in the cache. Nothing waits for it.
     :raises InvalidParamsError: if `top_k` is below 1.
     """
 
@@ -161,6 +191,7 @@ class RagPipeline:
         capture_content: bool = False,
         openinference: bool = False,
         namespace: str = "",
+        overlap: bool = True,
     ) -> None:
         self.engine = engine
         self.index = index
@@ -170,6 +201,7 @@ class RagPipeline:
         self.params = params or SamplingParams(temperature=0.0, max_tokens=512)
         self.name = name
         self.namespace = namespace
+        self.overlap = overlap
         self._tracer = AnswerTracer(
             tracer_provider, capture_content=capture_content, openinference=openinference
         )
@@ -177,6 +209,14 @@ class RagPipeline:
         # Prompts are made here, off the event loop. The threads end when the pipeline is
         # collected.
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="ragserve-prompt")
+        # And guesses here, so that no answer's prompt waits for them.
+        self._guess_threads = ThreadPoolExecutor(1, thread_name_prefix="ragserve-guess")
+        self._tokens = SegmentTokens(engine.tokenizer)
+        self._popularity = Popularity()
+        self._seen: Recent[Chunk] = Recent(_MAX_CHUNKS)  # by id
+        self._first_of: Recent[Chunk] = Recent(_MAX_CHUNKS)  # by question: the first of its prompt
+        self._beginnings: Recent[_Beginning] = Recent(_MAX_BEGINNINGS)  # by the document's id
+        self._under_way: set[bytes] = set()
 
     def __repr__(self) -> str:
         return f"<RagPipeline {self.name} [{self.index!r} -> {self.engine!r}]>"
@@ -253,8 +293,60 @@ class RagPipeline:
             completion.usage,
             stream.timings,
             completion,
+            stream.order,
+            stream.reuse,
             stream.trace_id,
         )
+
+    async def warm(
+        self,
+        chunks: Iterable[Chunk] | None = None,
+        top: int | None = None,
+        *,
+        namespace: str | None = None,
+        persist: bool = True,
+    ) -> int:
+        """Compute, ahead of questions, the system prompt with each document as the first one.
+
+        With neither `chunks` nor `top`, the system prompt alone. Runs when the engine has nothing
+        else to do; what is cached already is not computed again.
+
+        :param chunks: the documents.
+        :param top: so many documents too, those that answers in the namespace were given most
+            often of late.
+        :param namespace: the tenant; None is the pipeline's.
+        :param persist: write it to the engine's disk cache too, if it has one.
+        :returns: how many tokens were computed.
+        :raises InvalidParamsError: if `top` is below 1, or the template cannot be used.
+        :raises PromptTooLongError: if a document does not fit.
+        """
+        if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
+            raise InvalidParamsError("top", top, "an integer of at least 1, or None")
+        namespace = self.namespace if namespace is None else namespace
+        wanted = {chunk.id: chunk for chunk in chunks or ()}
+        for chunk_id in () if top is None else self._popularity.top(namespace, top):
+            known = self._seen.get(namespace, chunk_id)
+            if known is not None:
+                wanted.setdefault(chunk_id, known)
+        firsts = wanted.values() if chunks is not None or top is not None else (None,)
+        prompts = [
+            prompt
+            for first in firsts
+            if (prompt := await run_in(self._guess_threads, self._begin, namespace, first))
+        ]
+        return await self.engine.warm(prompts, namespace=namespace, persist=persist)
+
+    async def pin_system(self, namespace: str | None = None) -> Pin:
+        """Compute the system prompt, and keep it in the cache until the pin is released.
+
+        :param namespace: the tenant; None is the pipeline's.
+        :raises InvalidParamsError: if the template has no system prompt, or cannot be used.
+        """
+        namespace = self.namespace if namespace is None else namespace
+        prompt = await run_in(self._guess_threads, self._begin, namespace, None)
+        if prompt is None:
+            raise InvalidParamsError("system", self.template.system, "a system prompt, to pin one")
+        return await self.engine.pin(prompt, namespace=namespace)
 
     def statistics(self) -> PipelineStatistics:
         """Counts and times of all answers that have ended, from any thread."""
@@ -267,6 +359,68 @@ class RagPipeline:
     def remove_listener(self, listener: AnswerListener) -> None:
         """Tell it no more. Idempotent."""
         self._recorder.listeners.remove(listener)
+
+    # -- prompts: called in threads -------------------------------------------------------
+
+    def _build(self, request: _Request, found: Sequence[ScoredChunk]) -> BuiltPrompt:
+        return self.template.build(
+            request.question,
+            found,
+            self._tokens,
+            self._max_prompt_tokens(request.params),
+            popularity=self._popularity,
+            namespace=request.namespace,
+            probe=self.engine.probe(request.namespace),
+        )
+
+    def _max_prompt_tokens(self, params: SamplingParams) -> int | None:
+        limit = self.engine.config.max_model_len
+        if limit is None:
+            return None
+        # An answer never claims more than half of what the model can take in.
+        return limit - min(params.max_tokens or _ANSWER_TOKENS, limit // 2)
+
+    def _note(self, request: _Request, prompt: BuiltPrompt) -> None:
+        """Remember what an answer is given, for those that follow."""
+        namespace = request.namespace
+        self._popularity.note(namespace, [scored.chunk.id for scored in prompt.used])
+        for scored in prompt.used:
+            self._seen.note(namespace, scored.chunk.id, scored.chunk)
+        if prompt.used:
+            self._first_of.note(namespace, normalized(request.question), prompt.used[0].chunk)
+
+    def _begin(self, namespace: str, first: Chunk | None) -> TokenizedPrompt | None:
+        """How a prompt begins with this document, or without: with the system prompt alone."""
+        template = self.template
+        key = "" if first is None else f"#{first.id}"
+        known = self._beginnings.get(namespace, key)
+        if known is not None and known.template is template and known.first is first:
+            return known.prompt
+        found = () if first is None else (ScoredChunk(first, 0.0),)
+        built = template.build("", found, self._tokens, namespace=namespace)
+        prompt = beginning(built.tokenized, len(found))
+        self._beginnings.note(namespace, key, _Beginning(template, first, prompt))
+        return prompt
+
+    def _guess_by_question(self, request: _Request) -> TokenizedPrompt | None:
+        first = self._first_of.get(request.namespace, normalized(request.question))
+        if first is not None and request.filter is not None and not request.filter(first):
+            first = None
+        return self._begin(request.namespace, first)
+
+    def _guess_by_results(
+        self, request: _Request, found: Sequence[ScoredChunk]
+    ) -> TokenizedPrompt | None:
+        return beginning(self._build(request, found).tokenized, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Beginning:
+    """How prompts begin with a document, or with none. What it was made of says if it still is."""
+
+    template: PromptTemplate
+    first: Chunk | None
+    prompt: TokenizedPrompt | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +441,7 @@ class AnswerStream:
     is collected. A read that is cancelled ends the answer.
 
     :ivar sources: what the answer is based on; empty before `Retrieved`.
+    :ivar order: how the documents are ordered.
     :ivar trace_id: of its spans, once it has ended; None if it was not traced.
     """
 
@@ -300,6 +455,7 @@ class AnswerStream:
         trace_context: Context | None,
     ) -> None:
         self.sources: tuple[Source, ...] = ()
+        self.order: DocumentOrder = pipeline.template.order
         self.trace_id: str | None = None
         self._pipeline = pipeline
         self._request = request
@@ -307,6 +463,7 @@ class AnswerStream:
         self._tracer = tracer
         self._recorder = recorder
         self._parent = tracer.current_context() if trace_context is None else trace_context
+        self._ahead: PrefillAhead | None = None
         self._stream: Stream | None = None
         self._scope: anyio.CancelScope | None = None  # of a read that is preparing
         self._reading = False
@@ -342,6 +499,14 @@ class AnswerStream:
         return RagTimings(
             **{stage: (end - start) / 1e9 for stage, start, end in self._record.stages()}
         )
+
+    @property
+    def reuse(self) -> PromptReuse:
+        """What of the prompt was found in the cache, and why not more.
+
+        :raises RuntimeError: as for `completion`.
+        """
+        return PromptReuse(self.completion.reuse, tuple(source.chunk.id for source in self.sources))
 
     async def __aenter__(self) -> AnswerStream:
         return self
@@ -403,35 +568,24 @@ class AnswerStream:
             if self._ended:
                 raise
         await self._end(None)
-        return Done(self.completion, self.timings, self.sources)
+        return Done(self.completion, self.timings, self.sources, self.reuse)
 
     async def _prepare(self) -> Retrieved:
         """Every stage up to the engine's. Each ends with a stamp, where the next one begins."""
         pipeline, request, record = self._pipeline, self._request, self._record
         self._loop = current_event_loop()
         record.started = time.monotonic_ns()
-
-        query: Query = request.question
-        if pipeline.embedder is not None:
-            vectors = await pipeline.embedder.embed([request.question], kind="query")
-            query = vectors[0]
-            record.dimension = len(query)
-            record.embedded = time.monotonic_ns()
+        if pipeline.overlap and pipeline.engine.config.enable_prefix_caching:
+            self._ahead = ahead = PrefillAhead(
+                pipeline.engine, request.namespace, pipeline._guess_threads, pipeline._under_way
+            )
+            ahead.guess(partial(pipeline._guess_by_question, request))
+            try:
+                prompt = await beside(self._find, ahead.run)
+            finally:
+                ahead.stop()  # before the answer's own request is submitted, which may need it
         else:
-            record.embedded = record.started
-
-        found = await pipeline.index.retrieve(query, top_k=request.top_k, filter=request.filter)
-        record.found = found
-        record.retrieved = time.monotonic_ns()
-
-        record.prompt = prompt = await run_in(
-            pipeline._threads,
-            pipeline.template.build,
-            request.question,
-            found,
-            pipeline.engine.tokenizer,
-            self._max_prompt_tokens(),
-        )
+            prompt = await self._find()
         stream = pipeline.engine.stream(
             prompt.tokenized,
             request.params,
@@ -443,17 +597,40 @@ class AnswerStream:
         self._stream = stream
         await stream.__aenter__()
         self.sources = tuple(
-            Source(number, scored.chunk, scored.score)
-            for number, scored in enumerate(prompt.used, 1)
+            Source(number, scored.chunk, scored.score, rank)
+            for number, (scored, rank) in enumerate(zip(prompt.used, prompt.ranks, strict=True), 1)
         )
-        return Retrieved(self.sources, prompt.dropped)
+        self.order = prompt.order
+        return Retrieved(self.sources, prompt.dropped, prompt.order)
 
-    def _max_prompt_tokens(self) -> int | None:
-        limit = self._pipeline.engine.config.max_model_len
-        if limit is None:
-            return None
-        # An answer never claims more than half of what the model can take in.
-        return limit - min(self._request.params.max_tokens or _ANSWER_TOKENS, limit // 2)
+    async def _find(self) -> BuiltPrompt:
+        """Embed, retrieve, make the prompt."""
+        pipeline, request, record = self._pipeline, self._request, self._record
+        query: Query = request.question
+        if pipeline.embedder is not None:
+            vectors = await pipeline.embedder.embed([request.question], kind="query")
+            query = vectors[0]
+            record.dimension = len(query)
+            record.embedded = time.monotonic_ns()
+        else:
+            record.embedded = record.started
+
+        record.found = found = await self._retrieve(query)
+        record.retrieved = time.monotonic_ns()
+
+        record.prompt = prompt = await run_in(pipeline._threads, pipeline._build, request, found)
+        pipeline._note(request, prompt)
+        return prompt
+
+    async def _retrieve(self, query: Query) -> Sequence[ScoredChunk]:
+        index, request, ahead = self._pipeline.index, self._request, self._ahead
+        if ahead is None or not isinstance(index, StagedRetriever):
+            return await index.retrieve(query, top_k=request.top_k, filter=request.filter)
+        found: Sequence[ScoredChunk] = ()
+        stages = index.retrieve_stages(query, top_k=request.top_k, filter=request.filter)
+        async for found in stages:
+            ahead.guess(partial(self._pipeline._guess_by_results, request, found))
+        return found
 
     async def _end(self, error: str | None) -> None:
         """Stop what runs and make the spans. Idempotent."""
@@ -469,6 +646,12 @@ class AnswerStream:
     def _settle(self, error: str | None) -> None:
         """Write down how it ended."""
         record, prompt = self._record, self._record.prompt
+        if self._ahead is not None:
+            cached = 0 if self._stream is None else self._stream.timeline.cached_tokens
+            tokenized = None if self._stream is None or prompt is None else prompt.tokenized
+            record.ahead = self._ahead.records(tokenized, cached)
+            record.ahead_error = self._ahead.error
+        # After that was read: it ends within the answer.
         record.error, record.ended = error, time.monotonic_ns()
         if self._stream is not None and prompt is not None:
             record.generation = GenerationRecord.of(
@@ -492,7 +675,7 @@ def _publish(
     stages = record.stages()
     if record.embedding_model is None:
         stages = [stage for stage in stages if stage[0] != "embedding"]
-    recorder.answered(stages, record.error)
+    recorder.answered(stages, record.error, record.ahead or (), record.ahead_outcome)
     return tracer.emit(record, parent)
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 from ragserve.engine import STAGE_BOUNDARIES, Distribution, Histogram, Listeners
+
+from .tracing import AheadOutcome, AheadRecord
 
 __all__ = ["AnswerListener", "FinishedAnswer", "PipelineRecorder", "PipelineStatistics"]
 
@@ -37,6 +39,13 @@ class PipelineStatistics:
     """Finding chunks."""
     context: Distribution
     """Making and tokenizing the prompt."""
+    num_ahead: dict[AheadOutcome, int] = field(default_factory=dict)
+    """Answers by what came of computing the beginning of their prompts ahead (see
+    `ragserve.tracing.AheadOutcome`); those that were to do so."""
+    ahead_computed_tokens: int = 0
+    """Prompt tokens computed ahead."""
+    ahead_found_tokens: int = 0
+    """Of those, found in the cache by the answers that they were computed for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +82,26 @@ class PipelineRecorder:
         # Reentrant: an answer may be garbage-collected, and recorded, at any moment.
         self._lock = threading.RLock()
         self._num_answers: dict[str, int] = {"ok": 0, "cancelled": 0}
+        self._num_ahead: dict[AheadOutcome, int] = {}
+        self._ahead_computed = self._ahead_found = 0
         self._duration = Histogram(_ANSWER)
         self._stages = {
             name: Histogram(STAGE_BOUNDARIES) for name in ("embedding", "retrieval", "context")
         }
 
-    def answered(self, stages: Sequence[tuple[str, int, int]], error: str | None) -> None:
+    def answered(
+        self,
+        stages: Sequence[tuple[str, int, int]],
+        error: str | None,
+        ahead: Sequence[AheadRecord] = (),
+        ahead_outcome: AheadOutcome | None = None,
+    ) -> None:
         """An answer ended; one that had not begun is none.
 
         :param stages: `(stage, start, end)` in nanoseconds, without gaps.
         :param error: OpenTelemetry's `error.type`, if it was no success.
+        :param ahead: what was computed before its prompt was known.
+        :param ahead_outcome: what came of that; None if it is switched off.
         """
         if not stages:
             return
@@ -96,6 +115,10 @@ class PipelineRecorder:
         )
         with self._lock:
             self._num_answers[record.outcome] = self._num_answers.get(record.outcome, 0) + 1
+            if ahead_outcome is not None:
+                self._num_ahead[ahead_outcome] = self._num_ahead.get(ahead_outcome, 0) + 1
+            self._ahead_computed += sum(guess.computed_tokens for guess in ahead)
+            self._ahead_found += sum(guess.found_tokens for guess in ahead)
             self._duration.observe(record.duration)
             for name, histogram in self._stages.items():
                 if name in seconds:
@@ -106,6 +129,9 @@ class PipelineRecorder:
         """What has been recorded until now."""
         return PipelineStatistics(
             num_answers=dict(self._num_answers),
+            num_ahead=dict(self._num_ahead),
+            ahead_computed_tokens=self._ahead_computed,
+            ahead_found_tokens=self._ahead_found,
             duration=self._duration.read(),
             **{name: histogram.read() for name, histogram in self._stages.items()},
         )

@@ -17,9 +17,10 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
-from ragserve.engine import Completion, SamplingParams, Stream, Timeline
+from ragserve.engine import Completion, SamplingParams, Stream, Timeline, TokenizedPrompt
 
 from ._version import __version__
 from .index import ScoredChunk
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 __all__ = [
     "PROVIDER",
     "STAGES",
+    "AheadOutcome",
+    "AheadRecord",
     "AnswerRecord",
     "AnswerTracer",
     "GenerationRecord",
@@ -63,6 +66,7 @@ class Names:
     RETRIEVAL_TOP_K = "gen_ai.retrieval.top_k"
     RETRIEVED = "ragserve.retrieval.documents"
     CONTEXT_ORDER = "ragserve.context.order"
+    CONTEXT_RANKS = "ragserve.context.ranks"
     CONTEXT_USED = "ragserve.context.documents"
     CONTEXT_DROPPED = "ragserve.context.dropped_documents"
     CONTEXT_TOKENS = "ragserve.context.prompt_tokens"
@@ -93,6 +97,22 @@ class Names:
     DECODE_TOKENS = "ragserve.decode.tokens"
     DECODE_TIME_PER_TOKEN = "ragserve.decode.time_per_output_token"
     PREEMPTIONS = "ragserve.preemptions"
+
+    # One entry for each segment of the prompt, in order.
+    REUSE_KINDS = "ragserve.reuse.kinds"
+    REUSE_TOKENS = "ragserve.reuse.tokens"
+    REUSE_CACHED = "ragserve.reuse.cached_tokens"
+    REUSE_SOURCES = "ragserve.reuse.sources"
+    REUSE_MISSES = "ragserve.reuse.miss_reasons"
+
+    AHEAD_OUTCOME = "ragserve.prefill_ahead.outcome"
+    AHEAD_ERROR = "ragserve.prefill_ahead.error"
+    AHEAD_DOCUMENTS = "ragserve.prefill_ahead.documents"
+    AHEAD_PROMPT = "ragserve.prefill_ahead.prompt_tokens"
+    AHEAD_CACHED = "ragserve.prefill_ahead.cached_tokens"
+    AHEAD_COMPUTED = "ragserve.prefill_ahead.computed_tokens"
+    AHEAD_FOUND = "ragserve.prefill_ahead.found_tokens"
+    AHEAD_CHUNKS = "ragserve.prefill_ahead.chunks"
 
     # Content: only where it was asked for.
     QUESTION = "gen_ai.retrieval.query.text"
@@ -195,6 +215,85 @@ class GenerationRecord:
         return _stages(_STAGES_OF_GENERATION, self.started, stamps, self.ended)
 
 
+AheadOutcome: TypeAlias = Literal["used", "wrong", "unfinished", "skipped"]
+"""used: the prompt began as guessed, and all of the guess was computed. unfinished: it was
+stopped before that, by the prompt or by the answer's end. wrong: the prompt began otherwise.
+skipped: nothing was to be computed, or could be."""
+
+
+@dataclass(frozen=True, slots=True)
+class AheadRecord:
+    """What was computed of a guess before the prompt was known. Times from `time.monotonic_ns`.
+
+    :param documents: in the guess, after the system prompt.
+    :param prompt_tokens: of the guess.
+    :param cached_tokens: of those, in the cache already.
+    :param computed_tokens: of those, computed until it was done or stopped.
+    :param found_tokens: of the computed ones, those that the answer found in the cache.
+    :param chunks: how many steps worked on it.
+    :param start: of the first step that did; None if none did.
+    :param end: of the last one.
+    """
+
+    outcome: AheadOutcome
+    documents: int
+    prompt_tokens: int
+    cached_tokens: int
+    computed_tokens: int
+    found_tokens: int
+    chunks: int = 0
+    start: int | None = None
+    end: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        guess: TokenizedPrompt,
+        timeline: Timeline,
+        prompt: TokenizedPrompt | None,
+        cached_tokens: int,
+    ) -> AheadRecord:
+        """Write down how a guess came out.
+
+        :param timeline: of the request that computed it.
+        :param prompt: the answer's own; None if it never came to be.
+        :param cached_tokens: of that, found in the cache.
+        """
+        chunks, before = list(timeline.chunks), timeline.cached_tokens
+        length, computed = len(guess.token_ids), sum(chunk.num_tokens for chunk in chunks)
+        reached = min(before + computed, length)
+        common = 0 if prompt is None else _common_tokens(guess, prompt)
+        outcome: AheadOutcome
+        if prompt is not None and common < length:
+            outcome = "wrong"
+        elif prompt is None or reached < length:
+            outcome = "unfinished"
+        else:
+            outcome = "used" if computed else "skipped"
+        return cls(
+            outcome=outcome,
+            documents=guess.kinds.count("document"),
+            prompt_tokens=length,
+            cached_tokens=before,
+            computed_tokens=computed,
+            found_tokens=max(0, min(reached, common, cached_tokens) - before),
+            chunks=len(chunks),
+            start=chunks[0].start if chunks else None,
+            end=chunks[-1].end if chunks else None,
+        )
+
+
+def _common_tokens(one: TokenizedPrompt, other: TokenizedPrompt) -> int:
+    """Tokens of the segments that two prompts both begin with."""
+    common = 0
+    ends = pairwise(accumulate(one.segment_lengths, initial=0))
+    for (start, end), length in zip(ends, other.segment_lengths, strict=False):
+        if end - start != length or one.token_ids[start:end] != other.token_ids[start:end]:
+            break
+        common = end
+    return common
+
+
 @dataclass(slots=True)
 class AnswerRecord:
     """What is known of one answer. Times are from `time.monotonic_ns`; None did not happen.
@@ -225,6 +324,18 @@ class AnswerRecord:
     prompt: BuiltPrompt | None = None
     generation: GenerationRecord | None = None
     """The engine's part, when the answer had ended; begins where the prompt was ready."""
+    ahead: Sequence[AheadRecord] | None = None
+    """What was computed before the prompt was known, one guess after the other; None if that is
+    switched off."""
+    ahead_error: str | None = None
+    """What kind of error kept guesses from being computed."""
+
+    @property
+    def ahead_outcome(self) -> AheadOutcome | None:
+        """How the last guess came out; None if computing ahead is switched off."""
+        if self.ahead is None:
+            return None
+        return self.ahead[-1].outcome if self.ahead else "skipped"
 
     @property
     def completion(self) -> Completion | None:
@@ -356,6 +467,7 @@ class _Tracer:
                 Names.INPUT_TOKENS: completion.usage.prompt_tokens,
                 Names.OUTPUT_TOKENS: completion.usage.completion_tokens,
                 Names.CACHED_TOKENS: completion.usage.cached_tokens,
+                **_reuse(completion),
             }
         if self._capture_content:
             if record.prompt is not None:
@@ -462,7 +574,13 @@ class AnswerTracer(_Tracer):
             if self._capture_content and record.prompt is not None:
                 generation = replace(generation, prompt=record.prompt.text)
             spans.append(self._chat(generation, generation.stages()))
-        return _failed_in_the_last(spans, record.error)
+        spans = _failed_in_the_last(spans, record.error)
+        # Beside the stages, which alone make up the whole.
+        return spans + [
+            _SpanData("prefill_ahead", ahead.start, ahead.end, self._kind("CHAIN") | _ahead(ahead))
+            for ahead in record.ahead or ()
+            if ahead.start is not None and ahead.end is not None
+        ]
 
     def _workflow(self, record: AnswerRecord) -> Attributes:
         attributes: Attributes = {
@@ -472,6 +590,10 @@ class AnswerTracer(_Tracer):
             **self._kind("CHAIN"),
             **self._values(record.question, record.completion),
         }
+        if record.ahead_outcome is not None:
+            attributes[Names.AHEAD_OUTCOME] = record.ahead_outcome
+        if record.ahead_error is not None:
+            attributes[Names.AHEAD_ERROR] = record.ahead_error
         if self._capture_content:
             attributes[Names.INPUT_MESSAGES] = _messages(record.question)
             if record.completion is not None:
@@ -525,6 +647,7 @@ class AnswerTracer(_Tracer):
         if prompt is not None:
             attributes |= {
                 Names.CONTEXT_ORDER: prompt.order,
+                Names.CONTEXT_RANKS: list(prompt.ranks),
                 Names.CONTEXT_USED: len(prompt.used),
                 Names.CONTEXT_DROPPED: len(prompt.dropped),
                 Names.CONTEXT_TOKENS: prompt.num_tokens,
@@ -658,6 +781,32 @@ def _prefill(record: GenerationRecord) -> Attributes:
         Names.PREFILL_CACHED: record.timeline.cached_tokens,
         Names.PREFILL_COMPUTED: sum(chunk.num_tokens for chunk in chunks),
         Names.PREFILL_CHUNKS: len(chunks),
+    }
+
+
+def _ahead(record: AheadRecord) -> Attributes:
+    return {
+        Names.AHEAD_OUTCOME: record.outcome,
+        Names.AHEAD_DOCUMENTS: record.documents,
+        Names.AHEAD_PROMPT: record.prompt_tokens,
+        Names.AHEAD_CACHED: record.cached_tokens,
+        Names.AHEAD_COMPUTED: record.computed_tokens,
+        Names.AHEAD_FOUND: record.found_tokens,
+        Names.AHEAD_CHUNKS: record.chunks,
+    }
+
+
+def _reuse(completion: Completion) -> Attributes:
+    """What of each segment of the prompt was cached. An empty string stands for none."""
+    reuse = completion.reuse
+    if not reuse:
+        return {}
+    return {
+        Names.REUSE_KINDS: [segment.kind for segment in reuse],
+        Names.REUSE_TOKENS: [segment.tokens for segment in reuse],
+        Names.REUSE_CACHED: [segment.cached_tokens for segment in reuse],
+        Names.REUSE_SOURCES: [segment.source or "" for segment in reuse],
+        Names.REUSE_MISSES: [segment.miss or "" for segment in reuse],
     }
 
 

@@ -9,7 +9,9 @@ import sys
 import threading
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from itertools import pairwise
+from operator import attrgetter
 from random import Random
 from typing import Any
 
@@ -23,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import ragserve as rs
 from ragserve import Distribution, Engine, Metrics, RagPipeline, SamplingParams, Statistics
 from ragserve.documents import Chunk
-from ragserve.engine import FinishedRequest, Histogram, StepPlan
+from ragserve.engine import FinishedRequest, Histogram, StepPlan, TierStatistics
 from ragserve.exposition import Family, exposition
 from ragserve.index import FaissIndex
 from ragserve.testing import ScriptedFailure, ScriptedModel
@@ -510,8 +512,10 @@ ENGINE_NUMBERS = {
     "ragserve_waiting_sequences": ("ragserve.sequences.waiting", "num_waiting"),
     "ragserve_kv_usage_ratio": ("ragserve.kv.usage", "kv_usage"),
     "ragserve_kv_evictions_total": ("ragserve.kv.evictions", "num_evictions"),
-    "ragserve_prefix_query_tokens_total": ("ragserve.prefix.query_tokens", "prefix_query_tokens"),
-    "ragserve_prefix_hit_tokens_total": ("ragserve.prefix.hit_tokens", "prefix_hit_tokens"),
+    "ragserve_prefix_awaited_tokens_total": (
+        "ragserve.prefix.awaited_tokens",
+        "cache.awaited_tokens",
+    ),
     "ragserve_prefix_hit_ratio": ("ragserve.prefix.hit_ratio", "prefix_hit_rate"),
     "ragserve_prompt_tokens_total": ("ragserve.prompt_tokens", "prompt_tokens"),
     "ragserve_generated_tokens_total": ("ragserve.generated_tokens", "generated_tokens"),
@@ -519,6 +523,24 @@ ENGINE_NUMBERS = {
     "ragserve_preemptions_total": ("ragserve.preemptions", "num_preemptions"),
 }
 ENGINE_BY_LABEL = {
+    "ragserve_prefix_query_tokens_total": (
+        "ragserve.prefix.query_tokens",
+        "cache.query_tokens",
+        "kind",
+        "ragserve.segment.kind",
+    ),
+    "ragserve_prefix_hit_tokens_total": (
+        "ragserve.prefix.hit_tokens",
+        "cache.hit_tokens",
+        "kind",
+        "ragserve.segment.kind",
+    ),
+    "ragserve_prefix_miss_tokens_total": (
+        "ragserve.prefix.miss_tokens",
+        "cache.miss_tokens",
+        "reason",
+        "ragserve.miss_reason",
+    ),
     "ragserve_finished_sequences_total": (
         "ragserve.sequences.finished",
         "num_finished",
@@ -537,6 +559,10 @@ ENGINE_BY_LABEL = {
         "error_type",
         "error.type",
     ),
+}
+PIPELINE_NUMBERS = {
+    "ragserve.prefill_ahead.computed_tokens": "ahead_computed_tokens",
+    "ragserve.prefill_ahead.found_tokens": "ahead_found_tokens",
 }
 PIPELINE_HISTOGRAMS = {
     "duration": ("gen_ai.workflow.duration", "ragserve_answer_duration_seconds"),
@@ -583,9 +609,9 @@ def merged(points: Sequence[HistogramDataPoint]) -> Distribution:
 
 def check_prometheus_engine(families: dict[str, Any], s: Statistics, **labels: str) -> None:
     for name, (_, field) in ENGINE_NUMBERS.items():
-        assert value(families, name, **labels) == getattr(s, field), name
+        assert value(families, name, **labels) == attrgetter(field)(s), name
     for name, (_, field, label, _) in ENGINE_BY_LABEL.items():
-        for key, count in getattr(s, field).items():
+        for key, count in attrgetter(field)(s).items():
             assert value(families, name, **labels, **{label: key}) == count
     blocks = {"used": s.blocks_used, "cached": s.blocks_cached}
     blocks["free"] = s.blocks_total - sum(blocks.values())
@@ -616,6 +642,15 @@ async def test_prometheus_and_opentelemetry_say_what_the_statistics_say() -> Non
         assert value(families, "ragserve_answers_total", pipeline="rag", outcome=outcome) == count
     for field, (_, name) in PIPELINE_HISTOGRAMS.items():
         assert distribution(families, name, pipeline="rag") == getattr(answers, field)
+    for name, field in PIPELINE_NUMBERS.items():
+        exposed = f"{name.replace('.', '_')}_total"
+        assert value(families, exposed, pipeline="rag") == getattr(answers, field)
+        (point,) = points[name]
+        assert point.value == getattr(answers, field)
+    assert sum(answers.num_ahead.values()) == 4
+    for outcome, count in answers.num_ahead.items():
+        labels = {"pipeline": "rag", "outcome": outcome}
+        assert value(families, "ragserve_prefill_ahead_answers_total", **labels) == count
 
     base = {
         "gen_ai.operation.name": "chat",
@@ -625,11 +660,11 @@ async def test_prometheus_and_opentelemetry_say_what_the_statistics_say() -> Non
     }
     for name, field in ENGINE_NUMBERS.values():
         (point,) = points[name]
-        assert point.value == getattr(statistics, field), name
+        assert point.value == attrgetter(field)(statistics), name
         assert dict(point.attributes) == base
     for name, field, _, attribute in ENGINE_BY_LABEL.values():
         found = {dict(p.attributes)[attribute]: p.value for p in points[name]}
-        assert found == getattr(statistics, field)
+        assert found == attrgetter(field)(statistics)
         assert all(base.items() <= dict(p.attributes).items() for p in points[name])
     for field, name in ENGINE_HISTOGRAMS.items():
         known, told = getattr(statistics, field), merged(points[name])
@@ -661,6 +696,56 @@ async def test_prometheus_and_opentelemetry_say_what_the_statistics_say() -> Non
         assert SECRET not in given
         assert "a document" not in given
         assert "req-" not in given
+
+
+async def test_tiers_behind_the_pool_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader()
+    tiers = {
+        "host": TierStatistics(3, 300, 1000, 7, 5, 4, 0, 1e-4),
+        "disk": TierStatistics(9, 900, 5000, 9, 2, 0, 1, None),
+    }
+    fields = {
+        "blocks": "ragserve_tier_blocks",
+        "size": "ragserve_tier_bytes",
+        "capacity": "ragserve_tier_capacity_bytes",
+        "saved": "ragserve_tier_saved_blocks_total",
+        "loaded": "ragserve_tier_loaded_blocks_total",
+        "evicted": "ragserve_tier_evicted_blocks_total",
+        "rejected": "ragserve_tier_rejected_blocks_total",
+    }
+    expected = {"host": (3, 300, 1000, 7, 5, 4, 0), "disk": (9, 900, 5000, 9, 2, 0, 1)}
+    async with Engine.open(ScriptedModel(REPLY)) as engine:
+        metrics = Metrics(engine, meter_provider=reader.provider)
+        none = parse(metrics.prometheus())
+        assert not any(name.startswith("ragserve_tier") for name in none)
+        known = engine.statistics()
+        with_tiers = replace(known, cache=replace(known.cache, tiers=tiers))
+        monkeypatch.setattr(Engine, "statistics", lambda self: with_tiers)
+        families, points = parse(metrics.prometheus()), reader.points()
+        metrics.close()
+    for index, (field, exposed) in enumerate(fields.items()):
+        told = {
+            dict(point.attributes)["ragserve.tier"]: point.value
+            for point in points[f"ragserve.tier.{field}"]
+        }
+        assert told == {tier: numbers[index] for tier, numbers in expected.items()}
+        for tier, numbers in expected.items():
+            assert value(families, exposed, tier=tier) == numbers[index]
+
+
+async def test_every_prompt_token_is_a_hit_or_has_a_reason() -> None:
+    async with Engine.open(ScriptedModel(REPLY), block_size=4) as engine:
+        rag = await pipeline(engine)
+        for question in ("one?", "two?", "one?"):
+            await rag.answer(question)
+        await engine.generate(SECRET, SamplingParams(max_tokens=5), namespace=TENANT)
+        await rag.answer("one?", namespace=TENANT)
+        cache = engine.statistics().cache
+    asked, hit = sum(cache.query_tokens.values()), sum(cache.hit_tokens.values())
+    assert asked == hit + sum(cache.miss_tokens.values())
+    assert set(cache.query_tokens) == {"system", "document", "question", "turn"}
+    assert 0 < cache.hit_tokens["document"] < cache.query_tokens["document"]
+    assert cache.miss_tokens["other_namespace"] > 0
 
 
 async def test_deltas_of_several_tokens_are_one_value_for_opentelemetry() -> None:

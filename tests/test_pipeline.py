@@ -124,7 +124,7 @@ async def test_the_prompt_is_what_the_template_makes() -> None:
 
 @pytest.mark.anyio
 async def test_answers_at_the_same_time_share_documents() -> None:
-    async with pipeline(top_k=3) as (rag, _):
+    async with pipeline(top_k=3, overlap=False) as (rag, _):
         first = await rag.answer("alpha?")
         answers: list[Any] = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import builtins
 import gc
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
 from ragserve.documents import Chunk
-from ragserve.engine import Delta, Engine, EngineDeadError, SamplingParams
+from ragserve.engine import Delta, Engine, EngineDeadError, QueueFullError, SamplingParams
 from ragserve.index import FaissIndex
 from ragserve.pipeline import RagPipeline
 from ragserve.testing import ScriptedModel
@@ -38,6 +38,7 @@ NAMES = [
     "llm.prefill",
     "llm.decode",
 ]
+AHEAD = "prefill_ahead"
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -74,6 +75,7 @@ class Ones:
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.wait = False
+        self.on_query: Callable[[], Awaitable[object]] | None = None
 
     async def embed(self, texts: Sequence[str], *, kind: str = "document") -> Any:
         if kind == "query":
@@ -81,6 +83,8 @@ class Ones:
                 raise self.error
             if self.wait:
                 await anyio.sleep_forever()
+            if self.on_query is not None:
+                await self.on_query()
         return np.full((len(texts), 4), 0.5, np.float32)
 
 
@@ -88,18 +92,24 @@ class Ones:
 async def pipeline(
     model: ScriptedModel | None = None, embedder: Ones | None = None, **options: Any
 ) -> AsyncIterator[RagPipeline]:
+    """Nothing is computed ahead, unless it is asked for: whether there is time for it varies."""
     embedder = embedder or Ones()
     index = FaissIndex(embedder, name="kb")
     await index.add([Chunk("c0", "d", "secret document"), Chunk("c1", "d", "another")])
     async with Engine.open(model or ScriptedModel(REPLY)) as engine:
-        options = {"top_k": 2, "params": PARAMS, **options}
+        options = {"top_k": 2, "params": PARAMS, "overlap": False, **options}
         yield RagPipeline(engine=engine, index=index, **options)
 
 
-def duration(span: ReadableSpan) -> int:
+def times(span: ReadableSpan) -> tuple[int, int]:
     assert span.start_time is not None
     assert span.end_time is not None
-    return span.end_time - span.start_time
+    return span.start_time, span.end_time
+
+
+def duration(span: ReadableSpan) -> int:
+    start, end = times(span)
+    return end - start
 
 
 def attributes(span: ReadableSpan) -> dict[str, Any]:
@@ -107,18 +117,29 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 
 def check_tree(spans: dict[str, ReadableSpan], workflow: str = NAMES[0]) -> None:
-    """Children lie in their parents without gaps, and their durations sum to the parent's."""
+    """Children lie in their parents without gaps, and their durations sum to the parent's; but for
+    what was computed ahead, which lies beside them."""
     root = spans[workflow]
     for parent in (root, spans.get("chat scripted")):
         if parent is None:
             continue
         children = sorted(
-            (s for s in spans.values() if s.parent and s.parent.span_id == parent.context.span_id),
+            (
+                s
+                for name, s in spans.items()
+                if s.parent and s.parent.span_id == parent.context.span_id and name != AHEAD
+            ),
             key=lambda span: (span.start_time or 0, span.end_time or 0),
         )
         assert children[0].start_time == parent.start_time
         assert children[-1].end_time == parent.end_time
         assert sum(map(duration, children)) == duration(parent)
+    if AHEAD in spans:
+        ahead = spans[AHEAD]
+        assert ahead.parent is not None
+        assert ahead.parent.span_id == root.context.span_id
+        start, end = times(ahead)
+        assert times(root)[0] <= start < end <= times(root)[1]
     assert {span.context.trace_id for span in spans.values()} == {root.context.trace_id}
     assert {span.kind for span in spans.values()} == {SpanKind.INTERNAL}
 
@@ -178,6 +199,7 @@ async def test_attributes(spans: Spans) -> None:
     }
     assert attributes(found["rag.context"]) == {
         "ragserve.context.order": "relevance",
+        "ragserve.context.ranks": (1, 2),
         "ragserve.context.documents": 2,
         "ragserve.context.dropped_documents": 0,
         "ragserve.context.prompt_tokens": usage.prompt_tokens,
@@ -202,7 +224,13 @@ async def test_attributes(spans: Spans) -> None:
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
+        "ragserve.reuse.kinds": ("system", "document", "document", "question"),
+        "ragserve.reuse.tokens": tuple(segment.tokens for segment in answer.reuse.segments),
+        "ragserve.reuse.cached_tokens": tuple(s.cached_tokens for s in answer.reuse.segments),
+        "ragserve.reuse.sources": ("device",) * 4,
+        "ragserve.reuse.miss_reasons": ("", "", "", "shorter_than_block"),
     }
+    assert sum(chat["ragserve.reuse.cached_tokens"]) == usage.cached_tokens
     assert attributes(found["llm.queue"]) == {}
     assert attributes(found["llm.prefill"]) == {
         "ragserve.prefill.prompt_tokens": usage.prompt_tokens,
@@ -218,9 +246,80 @@ async def test_attributes(spans: Spans) -> None:
 
 
 @pytest.mark.anyio
+async def test_what_was_computed_ahead_lies_beside_the_stages(spans: Spans) -> None:
+    embedder = Ones()
+    model = ScriptedModel(REPLY, step_seconds=0.002)
+    async with pipeline(model, embedder, tracer_provider=spans.provider, overlap=True) as rag:
+        embedder.on_query = lambda: computed(rag.engine)
+        first = await rag.answer("secret question?")
+        request_id = first.completion.request_id
+        chunks = sum(chunk[0] != request_id for plan in model.plans for chunk in plan)
+        found = spans.by_name()
+        spans.exporter.clear()
+        second = await rag.answer("secret question?")
+        again = spans.by_name()
+    assert sorted(found) == sorted([*NAMES, AHEAD])
+    check_tree(found)
+    ahead = found[AHEAD]
+    begun, embedded = times(found["embeddings ones"])
+    # It was going on while the question was embedded, for as long as the steps took.
+    assert begun < times(ahead)[0] < embedded
+    assert duration(ahead) >= chunks * 2_000_000
+    system = first.reuse.segments[0].tokens
+    assert attributes(ahead) == {
+        "ragserve.prefill_ahead.outcome": "used",
+        "ragserve.prefill_ahead.documents": 0,
+        "ragserve.prefill_ahead.prompt_tokens": system,
+        "ragserve.prefill_ahead.cached_tokens": 0,
+        "ragserve.prefill_ahead.computed_tokens": system,
+        "ragserve.prefill_ahead.found_tokens": system,
+        "ragserve.prefill_ahead.chunks": chunks,
+    }
+    assert attributes(found[NAMES[0]])["ragserve.prefill_ahead.outcome"] == "used"
+    assert first.usage.cached_tokens == system
+    t = first.timings
+    assert t.total == pytest.approx(duration(found[NAMES[0]]) / 1e9, abs=1e-8)
+    # All of it is in the cache now.
+    assert sorted(again) == sorted(NAMES)
+    assert attributes(again[NAMES[0]])["ragserve.prefill_ahead.outcome"] == "skipped"
+    assert second.text == first.text
+
+
+@pytest.mark.anyio
+async def test_what_kept_it_from_being_computed_ahead(
+    spans: Spans, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise QueueFullError("requests", 1, 0, 1.0)
+
+    embedder = Ones()
+    async with pipeline(None, embedder, tracer_provider=spans.provider, overlap=True) as rag:
+        monkeypatch.setattr(rag.engine, "prefill", refuse)
+        embedder.on_query = lambda: anyio.sleep(0.02)
+        await rag.answer("secret question?")
+    found = spans.by_name()
+    assert sorted(found) == sorted(NAMES)
+    root = attributes(found[NAMES[0]])
+    assert root["ragserve.prefill_ahead.outcome"] == "skipped"
+    assert root["ragserve.prefill_ahead.error"].endswith("errors.QueueFullError")
+    assert "error.type" not in root
+
+
+async def computed(engine: Engine) -> None:
+    """Wait until the engine has computed something, and has nothing more to do."""
+    with anyio.fail_after(10):
+        while not engine.statistics().prompt_tokens or engine.statistics().num_running:
+            await anyio.sleep(0.0005)
+
+
+@pytest.mark.anyio
 @pytest.mark.parametrize("capture", [False, True])
 async def test_content_only_where_it_was_asked_for(spans: Spans, capture: bool) -> None:
-    async with pipeline(tracer_provider=spans.provider, capture_content=capture) as rag:
+    embedder = Ones()
+    async with pipeline(
+        None, embedder, tracer_provider=spans.provider, capture_content=capture, overlap=True
+    ) as rag:
+        embedder.on_query = lambda: computed(rag.engine)
         await rag.answer("secret question?")
     text = " ".join(span.to_json() for span in spans.all())
     assert ("secret question?" in text) == capture
@@ -349,11 +448,16 @@ async def test_finished_but_for_the_last_event_is_no_error(spans: Spans) -> None
 
 
 @pytest.mark.anyio
-async def test_left_anywhere_leaves_one_whole_trace_and_nothing_running(spans: Spans) -> None:
+@pytest.mark.parametrize("overlap", [False, True])
+async def test_left_anywhere_leaves_one_whole_trace_and_nothing_running(
+    spans: Spans, overlap: bool
+) -> None:
     random = Random(1)
     started = 0
     async with pipeline(
-        ScriptedModel("x" * 40, step_seconds=0.0002), tracer_provider=spans.provider
+        ScriptedModel("x" * 40, step_seconds=0.0002),
+        tracer_provider=spans.provider,
+        overlap=overlap,
     ) as rag:
 
         async def ask() -> None:
