@@ -81,11 +81,10 @@ class HostTier:
     def save(
         self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object
     ) -> None:
-        """See `BlockStore.save`. The blocks stand in the order in which they may go: the first is
-        the first to make room, and is left out if there are more than rows."""
+        """See `BlockStore.save`. The last are left out if there are more than rows."""
         new: dict[BlockKey, int] = {}
         known: list[BlockKey] = []
-        for key, block in zip(keys, blocks, strict=True):
+        for key, block in zip(reversed(keys), reversed(blocks), strict=True):
             if key not in self._rows:
                 new[key] = block
             else:

@@ -73,7 +73,7 @@ class BlockIO(Protocol):
     def write(
         self, blocks: Sequence[int], memory: NDArray[np.uint8], rows: Sequence[int], after: object
     ) -> None:
-        """Copy `memory[rows]` to pool blocks; else like `read`."""
+        """Copy `memory[rows]` to pool blocks; else like `read`. Of no blocks it only waits."""
 
     def close(self) -> None:
         """Give back what it holds."""
@@ -91,7 +91,11 @@ class BlockStore(Protocol):
         self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object
     ) -> None:
         """Take copies of pool blocks; of those that are there already only the age changes. Its
-        own oldest blocks go to make room."""
+        own oldest blocks go to make room.
+
+        :param keys: in sequence order: the last is the first that may go, for it is found only
+            through the others.
+        """
 
     def load(
         self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object

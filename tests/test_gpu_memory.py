@@ -30,14 +30,16 @@ def free_memory() -> int:
     return torch.cuda.mem_get_info(DEVICE)[0]
 
 
-def test_closing_gives_all_memory_back(tiny_model: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("swap_space_bytes", [0, 256 * MIB])
+def test_closing_gives_all_memory_back(
+    tiny_model: Callable[..., Path], swap_space_bytes: int
+) -> None:
     folder = tiny_model("llama", **MEDIUM)
+    knobs = {**SMALL_ENGINE, "kv_cache_bytes": 1 << 30, "swap_space_bytes": swap_space_bytes}
     params = SamplingParams.greedy(max_tokens=8, ignore_eos=True)
 
     async def once() -> tuple[int, int]:
-        async with Engine.open(
-            folder, dtype="bfloat16", **{**SMALL_ENGINE, "kv_cache_bytes": 1 << 30}
-        ) as engine:
+        async with Engine.open(folder, dtype="bfloat16", **knobs) as engine:
             await asyncio.gather(*(engine.generate(make_prompt(n), params) for n in (5, 300)))
             inside = torch.cuda.mem_get_info(DEVICE)[0]
         torch.cuda.synchronize()
@@ -94,6 +96,7 @@ def test_kv_cache_bytes_is_exact_and_utilization_a_share_of_what_is_free(
         ({"kv_cache_bytes": 1 << 50}, r"kv_cache_bytes=.* was asked for and .* fit"),
         ({"kv_cache_bytes": 1 << 16}, "max_model_len=1024 needs 64"),
         ({"max_num_batched_tokens": 1 << 28}, "lower max_num_batched_tokens"),
+        ({"swap_space_bytes": 1 << 50}, r"host memory .* available; lower swap_space_bytes"),
     ],
 )
 def test_what_does_not_fit_is_refused_and_leaves_nothing(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Hashable, Mapping
+from typing import NamedTuple
 
 import torch
 
@@ -16,7 +17,7 @@ from .batch import BatchLayout
 from .memory import clear_workspaces
 from .stream import DeviceStream
 
-__all__ = ["StepGraphs", "batch_sizes", "mixed_layouts"]
+__all__ = ["DecodeStep", "StepGraphs", "batch_sizes", "mixed_layouts"]
 
 _logger = logging.getLogger("ragserve")
 
@@ -56,6 +57,17 @@ def mixed_layouts(
                     )
                 )
     return layouts
+
+
+class DecodeStep(NamedTuple):
+    """What a decode step is recorded for.
+
+    :param size: rows, those of nobody included.
+    :param cascade: whether what sequences share is read once for all (see `cascade.py`).
+    """
+
+    size: int
+    cascade: bool
 
 
 class StepGraphs:

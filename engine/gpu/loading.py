@@ -15,6 +15,7 @@ from ..models import DecoderModel
 from .memory import free_memory, plan_gpu_blocks
 from .runner import GPURunner
 from .stream import DeviceStream
+from .swap import GPUBlockIO, staging_bytes
 
 __all__ = ["build_gpu"]
 
@@ -41,6 +42,7 @@ def build_gpu(model: DecoderModel, config: EngineConfig) -> tuple[GPURunner, int
             f'"cpu" for a head_dim of {shape.head_dim}; the GPU kernels take multiples of 8 up '
             f"to {_MAX_HEAD_DIM}",
         )
+    tiers = config.swap_space_bytes > 0 or config.disk_cache is not None
     stream = DeviceStream(model.device)
     # The weights are there already; what others hold is not ours to count.
     free_at_open = free_memory(model.device) + model.num_bytes
@@ -53,17 +55,24 @@ def build_gpu(model: DecoderModel, config: EngineConfig) -> tuple[GPURunner, int
             block_bytes=per_block,
             max_model_len=model.max_model_len,
             free_at_open=free_at_open,
-            used=model.num_bytes + runner.num_bytes,
+            used=model.num_bytes + runner.num_bytes + (staging_bytes(per_block) if tiers else 0),
         )
-        size = (num_blocks, shape.num_kv_heads, config.block_size, shape.head_dim)
-        pools = [
-            KVLayer(
-                torch.empty(size, dtype=model.dtype, device=model.device),
-                torch.empty(size, dtype=model.dtype, device=model.device),
-            )
-            for _ in range(shape.num_layers)
-        ]
-        runner.prepare(pools)
+        # One piece of memory, in which a block's keys and values are found by strides.
+        pool = torch.empty(
+            (
+                shape.num_layers,
+                2,
+                num_blocks,
+                shape.num_kv_heads,
+                config.block_size,
+                shape.head_dim,
+            ),
+            dtype=model.dtype,
+            device=model.device,
+        )
+        runner.prepare([KVLayer(*layer) for layer in pool])
+        if tiers:
+            runner.block_io = GPUBlockIO(pool, stream)
     return runner, num_blocks, num_blocks * per_block
 
 

@@ -29,9 +29,11 @@ from ..request import Request
 from ..runner import prompt_targets, sampling_state
 from ..sampler import InvalidLogitsError, Sampler
 from ..scheduler import ScheduledChunk, StepPlan, StepResult
+from ..tiers import BlockIO
 from .batch import BatchLayout, BatchTensors, PackedBatch, pack_batch
+from .cascade import Cascade
 from .decoder import GPUDecoder, Residual
-from .graphs import StepGraphs, batch_sizes, mixed_layouts
+from .graphs import DecodeStep, StepGraphs, batch_sizes, mixed_layouts
 from .memory import release_memory, tensor_bytes
 from .seats import Seats, samples_on_host
 from .stream import DeviceStream, Staging
@@ -57,6 +59,8 @@ class GPURunner:
 
     :param model: its weights, on the device.
     :param config: `max_num_seqs`, `max_num_batched_tokens`, `block_size` and `enforce_eager` count.
+    :ivar block_io: moves blocks to host memory and back; None if there is no tier below the pool.
+    :ivar cascade: which decode steps read what sequences share once for all.
     :ivar num_bytes: memory of its buffers, without weights and KV.
     :ivar num_mixed_tokens: tokens of a step that takes 40 ms, measured by `prepare`.
     """
@@ -68,6 +72,7 @@ class GPURunner:
         shape, device, max_num_seqs = model.config, stream.device, config.max_num_seqs
         self._stream = stream
         self.pools: list[KVLayer] = []
+        self.block_io: BlockIO | None = None
         self._block_size = config.block_size
         self._max_len = model.max_model_len
         self._most_singles = max_num_seqs
@@ -116,6 +121,9 @@ class GPURunner:
         self._sampler = Sampler(shape.vocab_size)
         self._group = shape.num_heads // shape.num_kv_heads
         self._sizes = batch_sizes(max_num_seqs)
+        self.cascade = Cascade(
+            shape, model.dtype, self._sizes, config.block_size, stream, self._staging
+        )
         self.layouts: list[BatchLayout] = []
         self._inputs: dict[BatchLayout, Tensor] = {}
         """Where the graph of a layout reads its arrays."""
@@ -129,6 +137,8 @@ class GPURunner:
                 self._seats.state,
                 self._staging,
                 self._attention,
+                self.cascade.workspace,
+                self.cascade.workspace.partials,
             )
         )
 
@@ -140,6 +150,8 @@ class GPURunner:
     def close(self) -> None:
         """Wait for the device, then drop everything that is on it."""
         stream = self._stream
+        if self.block_io is not None:
+            self.block_io.close()
         stream.synchronize()
         self._graphs.clear()
         # Whatever still refers to this object must not keep the device's memory.
@@ -157,8 +169,8 @@ class GPURunner:
             return  # nothing is compiled for a CPU
         with self._stream.current():
             self._measure_prompts()
-            for size in self._sizes:
-                self._decode_step(size)
+            for step in self._decode_steps():
+                self._run_decode(step)
             if self._use_graphs:
                 self._capture()
             self._stream.synchronize()
@@ -199,8 +211,8 @@ class GPURunner:
             views = layout.view(self._inputs[layout])
             self._run_batch(views, layout)
             steps[layout] = partial(self._run_batch, views, layout)
-        for size in reversed(self._sizes):
-            steps[size] = partial(self._decode_step, size)
+        for step in self._decode_steps():
+            steps[step] = partial(self._run_decode, step)
         self._graphs.capture(steps)
         self.layouts = layouts
 
@@ -225,15 +237,23 @@ class GPURunner:
         if padded != self._known_rows:
             self._rows[:size].copy_(self._staging.upload(np.array(padded, dtype=np.int32)))
             self._known_rows = padded
+        step = DecodeStep(size, self.cascade.choose(plan.chunks, rows, size, seats))
         for _ in range(plan.num_steps):
-            if size in self._graphs:
-                self._graphs.replay(size)
+            if step in self._graphs:
+                self._graphs.replay(step)
             else:
-                self._decode_step(size)
+                self._run_decode(step)
         return self._collect(plan, list(range(len(rows))), plan.num_steps)
 
-    def _decode_step(self, size: int) -> None:
-        """One step of `size` rows, all of it on the device."""
+    def _decode_steps(self) -> list[DecodeStep]:
+        """All that there are, the largest first."""
+        steps = [DecodeStep(size, cascade=False) for size in self._sizes]
+        steps += [DecodeStep(size, cascade=True) for size in self.cascade.sizes]
+        return sorted(steps, reverse=True)
+
+    def _run_decode(self, step: DecodeStep) -> None:
+        """One step, all of it on the device."""
+        size = step.size
         decoder, state, rows = self.decoder, self._seats.state, self._rows[:size]
         seq_lens, block_counts = self._seq_lens[:size], self._block_counts[:size]
         ops.prepare_decode(
@@ -249,7 +269,9 @@ class GPURunner:
         )
 
         def attend(layer: int, query: Tensor, out: Tensor) -> None:
-            self._attend_singles(layer, query, out, rows, seq_lens, block_counts)
+            self._attend_singles(
+                layer, query, out, rows, seq_lens, block_counts, cascade=step.cascade
+            )
 
         residual = decoder.forward(
             size, self._positions[:size], self._kv_slots[:size], self.pools, attend
@@ -264,12 +286,18 @@ class GPURunner:
         rows: Tensor,
         seq_lens: Tensor,
         block_counts: Tensor,
+        *,
+        cascade: bool = False,
     ) -> None:
         shape, state = self.decoder.config, self._seats.state
         config, num_splits = self._cut(len(query))
+        window, pool = shape.layer_windows[layer], self.pools[layer]
+        shared = None
+        if cascade and window is None:
+            shared = self.cascade.attend(query, pool, state, shape.attention_scale)
         ops.paged_decode(
             query,
-            self.pools[layer],
+            pool,
             out,
             rows=rows,
             seq_lens=seq_lens,
@@ -279,7 +307,8 @@ class GPURunner:
             workspace=self._attention,
             num_splits=num_splits,
             scale=shape.attention_scale,
-            window=shape.layer_windows[layer],
+            window=window,
+            shared=shared,
             config=config,
         )
 

@@ -41,6 +41,7 @@ class Seats:
     :param max_blocks: most blocks of a sequence.
     :param workspace: holds the edit tables; a seat's row has the seat's number.
     :ivar state: the tensors; their last seat belongs to nobody, for padding.
+    :ivar tenures: of each seat, a number of its own for every sequence that has had it.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class Seats:
         self._free = list(range(num_seats - 1, -1, -1))
         self._seats: dict[Request, int] = {}
         self._num_blocks = [0] * num_seats
+        self.tenures = [0] * num_seats
+        self._num_tenures = 0
         self._updates: list[tuple[int, NDArray[np.int32]]] = []
 
     def release(self, requests: list[Request]) -> None:
@@ -76,6 +79,8 @@ class Seats:
         if seat is None:
             seat = self._seats[request] = self._free.pop()
             self._num_blocks[seat] = 0
+            self._num_tenures += 1
+            self.tenures[seat] = self._num_tenures
             self._join(seat, request)
         known = self._num_blocks[seat]
         if len(request.blocks) > known:

@@ -81,6 +81,11 @@ class DeviceStream:
         event.record(self._stream)
         return Mark(event)
 
+    def follow(self, mark: Mark) -> None:
+        """Have what is enqueued from now on wait, on the device, for another stream's mark."""
+        if self._stream is not None and mark._event is not None:
+            self._stream.wait_event(mark._event)
+
     def host_buffer(self, size: int) -> Tensor:
         """[size] int32 of host memory that the device can copy to and from on its own."""
         return torch.empty(size, dtype=torch.int32, pin_memory=self._stream is not None)
