@@ -332,13 +332,15 @@ class BlockPool:
         """
         if count > self.num_available:
             return None
-        blocks = []
-        if count > len(self._free) and self._leases:
-            self._end_leases()
-        for _ in range(count):
-            block = self._free.pop() if self._free else self._evict()
+        missing = count - len(self._free)
+        blocks = self._free[: -count - 1 : -1] if count else []
+        del self._free[len(self._free) - len(blocks) :]
+        if missing > 0:
+            if self._leases:
+                self._end_leases()
+            blocks += self._evict(missing)
+        for block in blocks:
             self._references[block] = 1
-            blocks.append(block)
         self._num_allocated += count
         return blocks
 
@@ -573,17 +575,22 @@ class BlockPool:
     def _is_wanted(self, block: int) -> bool:
         return self._key_of[block] in self._wanted
 
-    def _evict(self) -> int:
-        block = self._idle.pop(self._is_wanted if self._wanted else None)
-        self._evictions += 1
-        key = self._key_of[block]
-        if key is not None:
-            self._evicted[key] = self._score[block], self._used_at[block]
-            if len(self._evicted) > _REMEMBERED * self.num_blocks:
-                self._evicted.popitem(last=False)
-        self._lease_of.pop(block, None)
-        self._forget(block)
-        return block
+    def _evict(self, count: int) -> list[int]:
+        blocks = self._idle.take(count, self._is_wanted if self._wanted else None)
+        evicted, block_of, keys = self._evicted, self._block_of, self._key_of
+        for block in blocks:
+            key = keys[block]
+            if key is not None:
+                evicted[key] = self._score[block], self._used_at[block]
+                del block_of[key]
+                keys[block] = None
+        if self._lease_of:
+            for block in blocks:
+                self._lease_of.pop(block, None)
+        while len(evicted) > _REMEMBERED * self.num_blocks:
+            evicted.popitem(last=False)
+        self._evictions += count
+        return blocks
 
     def _forget(self, block: int) -> None:
         key = self._key_of[block]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 __all__ = ["IdleBlocks"]
 
@@ -88,26 +89,37 @@ class IdleBlocks:
         self.remove_all([block])
         return level
 
-    def pop(self, wanted: Callable[[int], bool] | None = None) -> int:
-        """Take out the block that goes next. There must be one.
+    def take(self, count: int, wanted: Callable[[int], bool] | None = None) -> list[int]:
+        """Take out the blocks that go next, in that order. There must be so many.
 
         :param wanted: says which blocks go only after all others but the pinned ones.
         """
-        while self._heap and self._heap[0] < _PINNED:
-            level = self._heap[0]
-            blocks = self._levels.get(level)
+        taken: list[int] = []
+        heap, levels = self._heap, self._levels
+        while len(taken) < count and heap and heap[0] < _PINNED:
+            level = heap[0]
+            blocks = levels.get(level)
             if blocks is None:
-                heapq.heappop(self._heap)
+                heapq.heappop(heap)
                 continue
-            block = next(iter(blocks))
-            if wanted is not None and wanted(block):
-                self._move_to_spared(block, blocks, level)
-                continue
-            self.remove(block)
-            return block
-        block = next(iter(self._spared or self._levels[_PINNED]))
-        self.remove(block)
-        return block
+            for block in list(islice(blocks, count - len(taken))):
+                del blocks[block]
+                if wanted is not None and wanted(block):
+                    self._spared[block] = None
+                else:
+                    taken.append(block)
+            if not blocks:
+                del levels[level]
+        for rest in (self._spared, levels.get(_PINNED, {})):
+            last = list(islice(rest, count - len(taken)))
+            for block in last:
+                del rest[block]
+            taken += last
+        if not levels.get(_PINNED, True):
+            del levels[_PINNED]
+        for block in taken:
+            del self._level_of[block]
+        return taken
 
     def unspare(self) -> None:
         """Put back what was wanted: who wanted it may not any more."""
@@ -149,9 +161,3 @@ class IdleBlocks:
         self._heap.clear()
         self._level_of.clear()
         self._spared.clear()
-
-    def _move_to_spared(self, block: int, blocks: OrderedDict[int, None], level: int) -> None:
-        del blocks[block]
-        if not blocks:
-            del self._levels[level]
-        self._spared[block] = None
