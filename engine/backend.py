@@ -37,6 +37,8 @@ class Backend(Protocol):
     block_size: int
     pools: list[Tensor]
     """The KV memory, in a layout of the backend's own."""
+    sharing: kernels.Sharing
+    """What decoding sequences share from which on attention is faster if it reads that once."""
 
     def forward(self, token_ids: Tensor, batch: kernels.PagedBatch) -> Tensor:
         """Store the step's keys and values; hidden states after the last norm.
@@ -51,6 +53,8 @@ class Backend(Protocol):
 
 class TorchBackend:
     """Plain torch: every model, dtype and device."""
+
+    sharing = kernels.Sharing(min_tokens=64, min_saved_tokens=8192)
 
     def __init__(self, model: DecoderModel, *, num_blocks: int, block_size: int) -> None:
         self.config = model.config
@@ -97,6 +101,8 @@ class NativeBackend:
     :param model: its weights are taken over, one after the other, into the order in which the
         kernels read them; it cannot be used afterwards.
     """
+
+    sharing = kernels.Sharing(min_tokens=256, min_saved_tokens=512)
 
     def __init__(
         self, model: DecoderModel, ops: kernels.NativeOps, *, num_blocks: int, block_size: int

@@ -26,6 +26,8 @@ class ModelRunner:
     :param backend: weights and KV pool; block numbers of plans index it.
     :param num_threads: CPU threads of a step, in the thread that calls `launch`.
     :ivar block_io: copies blocks of the pool; None if it is not in the host's memory.
+    :ivar sharing: from when on attention reads once what decoding sequences have in common; None:
+        never. Changes the speed only.
     """
 
     depth = 1
@@ -33,6 +35,7 @@ class ModelRunner:
 
     def __init__(self, backend: Backend, *, num_threads: int) -> None:
         self._backend: Backend | None = backend
+        self.sharing: kernels.Sharing | None = backend.sharing
         self._num_threads: int | None = num_threads
         self._sampler = Sampler(backend.config.vocab_size)
         on_host = backend.pools[0].device.type == "cpu"
@@ -62,7 +65,7 @@ class ModelRunner:
             # OpenMP's thread count belongs to the calling thread: the application keeps its own.
             torch.set_num_threads(self._num_threads)
             self._num_threads = None
-        batch = _paged_batch(plan, backend.block_size)
+        batch = _paged_batch(plan, backend.block_size, self.sharing)
         token_ids = torch.tensor(
             [t for c in plan.chunks for t in c.request.tokens(c.start, c.end)], dtype=torch.int64
         )
@@ -140,7 +143,22 @@ def sampling_state(request: Request) -> SamplingState:
     return state
 
 
-def _paged_batch(plan: StepPlan, block_size: int) -> kernels.PagedBatch:
+def _shared_runs(
+    plan: StepPlan, block_size: int, sharing: kernels.Sharing | None
+) -> list[kernels.SharedRun]:
+    """What the sequences that compute one token hold in common of the blocks before it."""
+    if sharing is None:
+        return []
+    return sharing.runs(
+        [c.request.blocks for c in plan.chunks],
+        [c.request.layout.num_complete(c.start) if c.num_tokens == 1 else 0 for c in plan.chunks],
+        block_size,
+    )
+
+
+def _paged_batch(
+    plan: StepPlan, block_size: int, sharing: kernels.Sharing | None
+) -> kernels.PagedBatch:
     chunks = plan.chunks
     counts = [c.request.layout.num_blocks(c.end) for c in chunks]
     tables = np.zeros((len(chunks), max(counts)), dtype=np.int64)
@@ -163,4 +181,5 @@ def _paged_batch(plan: StepPlan, block_size: int) -> kernels.PagedBatch:
         block_starts=torch.from_numpy(starts),
         slots=torch.from_numpy(np.concatenate(slots)),
         positions=torch.from_numpy(np.concatenate(positions)),
+        shared_runs=_shared_runs(plan, block_size, sharing),
     )

@@ -491,11 +491,12 @@ class Scheduler:
 
     def _plan_speculative(self, prompts: dict[Request, int]) -> None:
         """A little of what may turn out to be of use, in a step that is nobody's."""
-        requests = [r for r in self.running if r.speculative and r.loading is None]
+        requests = [r for r in self.running if r.speculative and r.loading is None and not r.paused]
         if not requests:
             return
-        most = self._config.max_num_mixed_tokens or self._config.max_num_batched_tokens
-        left = max(_SPECULATIVE_TOKENS, most // _SPECULATIVE_SHARE)
+        budget = self._config.max_num_batched_tokens
+        most = self._config.max_num_mixed_tokens or budget
+        left = min(budget, max(_SPECULATIVE_TOKENS, most // _SPECULATIVE_SHARE))
         for request in requests:
             left -= self._plan_prefill(request, left, prompts)
 
@@ -519,7 +520,7 @@ class Scheduler:
                 continue
             if request.num_in_flight:
                 break  # preempted just now: it must know its tokens first, and keeps its turn
-            if request.speculative and (prompts or self.running):
+            if request.speculative and (prompts or any(not r.paused for r in self.running)):
                 break  # it comes after all others
             no_long = len(long) >= self._config.max_long_partial_prefills
             if no_long and request.num_tokens > threshold:
@@ -587,7 +588,9 @@ class Scheduler:
         if not self._promised or num_shared >= request.num_shareable:
             return False
         owner = self._promised.get(request.keys[num_shared])
-        if owner is None or not self._may_share(request) or request.speculative:
+        if owner is None or owner.paused:
+            return False
+        if request.speculative or not self._may_share(request):
             return False
         if request.awaited_from is None:
             request.awaited_from = request.layout.start(num_shared)

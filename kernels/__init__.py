@@ -14,6 +14,7 @@ from .cpu.attention import GatherAttention
 from .cpu.native import NativeDecoder, NativeLayer, NativeOps, NativeUnavailableError
 from .cpu.native import load as load_native
 from .paging import Attention, KVLayer, PagedBatch
+from .sharing import SharedRun, Sharing, shared_runs
 
 __all__ = [
     "Attention",
@@ -23,12 +24,15 @@ __all__ = [
     "NativeOps",
     "NativeUnavailableError",
     "PagedBatch",
+    "SharedRun",
+    "Sharing",
     "apply_rope",
     "load_native",
     "philox",
     "plan_attention",
     "reference",
     "rms_norm",
+    "shared_runs",
     "silu_and_mul",
 ]
 

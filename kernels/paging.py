@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+
+from .sharing import SharedRun
 
 __all__ = ["Attention", "KVLayer", "PagedBatch"]
 
@@ -35,6 +38,9 @@ class PagedBatch:
         of it is a hole. Padded, and ended, with the sequence's length.
     :param slots: [T] int64, where each token's key and value go: block * block_size + offset.
     :param positions: [T] int64, position of each token in its sequence.
+    :param shared_runs: blocks that several of the sequences hold, whose keys and values attention
+        may read once for all of them. All rows of a run compute one token each; see
+        `sharing.shared_runs`. They change the speed only.
     """
 
     query_starts: list[int]
@@ -43,6 +49,7 @@ class PagedBatch:
     block_starts: torch.Tensor
     slots: torch.Tensor
     positions: torch.Tensor
+    shared_runs: Sequence[SharedRun] = ()
 
 
 class Attention(Protocol):

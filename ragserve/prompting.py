@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import secrets
+import threading
+from array import array
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 from ragserve.engine import (
     InvalidParamsError,
@@ -15,15 +18,15 @@ from ragserve.engine import (
     PromptLike,
     PromptTooLongError,
     Segment,
+    SegmentKind,
     TokenizedPrompt,
 )
 
+from .control_tokens import ControlTokens
 from .index import ScoredChunk
+from .ordering import ORDERS, DocumentOrder, Popularity, PrefixProbe, order_documents
 
-__all__ = ["BuiltPrompt", "DocumentOrder", "PromptTemplate", "PromptTokenizer"]
-
-DocumentOrder: TypeAlias = Literal["relevance"]
-"""How documents are ordered in a prompt. relevance: as retrieved, the best first."""
+__all__ = ["BuiltPrompt", "PromptTemplate", "PromptTokenizer", "SegmentTokens", "TokenizedSegment"]
 
 _SYSTEM = (
     "Answer the question from the documents below. Name the documents you use by their numbers, "
@@ -45,8 +48,97 @@ class PromptTokenizer(Protocol):
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
         """Chat messages as text, with the opening of the assistant's turn."""
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """Ids of a text."""
+
     def tokenize(self, prompt: PromptLike, /) -> TokenizedPrompt:
         """Ids of a prompt, each segment on its own."""
+
+
+class SegmentTokens:
+    """A tokenizer that remembers the documents it has seen: they are asked for again and again.
+
+    Give it to `PromptTemplate.build` in place of the tokenizer. Thread-safe. What one namespace
+    has brought in makes nothing faster in another.
+
+    :param tokenizer: does the work.
+    :param capacity_tokens: most tokens that are remembered; what was not used for longest goes.
+        Each takes some ten bytes, its text included.
+    :raises InvalidParamsError: if `capacity_tokens` is negative.
+    """
+
+    def __init__(self, tokenizer: PromptTokenizer, capacity_tokens: int = 1_000_000) -> None:
+        if capacity_tokens < 0:
+            raise InvalidParamsError("capacity_tokens", capacity_tokens, "at least 0")
+        self.tokenizer = tokenizer
+        self.capacity_tokens = capacity_tokens
+        self.special_tokens = tokenizer.special_tokens
+        self._control = ControlTokens(self.special_tokens)
+        self._lock = threading.Lock()
+        self._segments: OrderedDict[tuple[str, str, bool], TokenizedSegment] = OrderedDict()
+        self._num_tokens = 0
+
+    def __repr__(self) -> str:
+        return f"<SegmentTokens [{len(self._segments)} segments, {self._num_tokens} tokens]>"
+
+    @property
+    def has_chat_template(self) -> bool:
+        """See `PromptTokenizer`."""
+        return self.tokenizer.has_chat_template
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
+        """See `PromptTokenizer`."""
+        return self.tokenizer.apply_chat_template(messages, **kwargs)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        """See `PromptTokenizer`. Nothing is remembered."""
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def tokenize(self, prompt: PromptLike, /) -> TokenizedPrompt:
+        """See `PromptTokenizer`. Nothing is remembered."""
+        return self.tokenizer.tokenize(prompt)
+
+    def neutralized(self, text: str) -> str:
+        """`text` without control tokens, see `ControlTokens`."""
+        return self._control.neutralized(text)
+
+    def segment(self, text: str, namespace: str = "", *, trusted: bool = False) -> TokenizedSegment:
+        """A segment's text and its ids, without BOS; remembered.
+
+        :param trusted: whether control tokens that are written in `text` are meant.
+        """
+        key = (text, namespace, trusted)
+        with self._lock:
+            known = self._segments.get(key)
+            if known is not None:
+                self._segments.move_to_end(key)
+                return known
+        # Not under the lock: two threads may do the same work, and neither waits for the other.
+        safe = text if trusted else self.neutralized(text)
+        made = self.fresh(safe)
+        with self._lock:
+            if key not in self._segments:
+                self._segments[key] = made
+                self._num_tokens += made.cost
+            while self._num_tokens > self.capacity_tokens:
+                self._num_tokens -= self._segments.popitem(last=False)[1].cost
+        return made
+
+    def fresh(self, text: str) -> TokenizedSegment:
+        """A segment that is taken as it is, and not remembered."""
+        return TokenizedSegment(text, array("I", self.encode(text, add_special_tokens=False)))
+
+
+class TokenizedSegment(NamedTuple):
+    """A segment's text, and its token ids without BOS."""
+
+    text: str
+    token_ids: array[int]
+
+    @property
+    def cost(self) -> int:
+        """What it counts for: an empty one takes room too."""
+        return len(self.token_ids) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +149,8 @@ class BuiltPrompt:
     :param tokenized: the same as the engine takes it, so that it is tokenized only once.
     :param used: the chunks in it, in the order of their segments; source n is `used[n - 1]`.
     :param dropped: the chunks that did not fit, the best first.
+    :param order: how the documents were ordered.
+    :param ranks: of each used chunk, its place in the order of relevance, from 1.
     """
 
     prompt: Prompt
@@ -64,6 +158,7 @@ class BuiltPrompt:
     used: tuple[ScoredChunk, ...]
     dropped: tuple[ScoredChunk, ...]
     order: DocumentOrder = "relevance"
+    ranks: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -93,9 +188,16 @@ class PromptTemplate:
         `id`, `document_id` and `metadata`, like "{metadata[title]}".
     :param question_format: a format string of `question`.
     :param plain_answer: what opens the answer where there is no chat template.
-    :param order: how documents are ordered.
+    :param order: how documents are ordered: "relevance", the best first; "canonical", the same two
+        always in the same order, those that are retrieved most often first; or "cache_aware", as
+        most is found in the cache. The more prompts begin alike, the less of them is computed.
+    :param relevance_line: a format string of `ranking`, the documents' numbers with the most
+        relevant first, like "Most relevant first: {ranking}." A line before the question, where
+        there are at least two documents. None is no such line. Try it with your model before you
+        use it: the smallest ones may answer with the ranking (see `benchmarks/order_quality.py`).
     :param chat_template_kwargs: passed to the chat template, like `{"enable_thinking": False}`.
-    :raises InvalidParamsError: if a format string lacks its `text` or `question`, or is broken.
+    :raises InvalidParamsError: if a format string lacks its `text`, `question` or `ranking`, or is
+        broken; or there is no such order.
     """
 
     system: str = _SYSTEM
@@ -103,18 +205,25 @@ class PromptTemplate:
     question_format: str = "{question}"
     plain_answer: str = "\nAnswer:"
     order: DocumentOrder = "relevance"
+    relevance_line: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.order != "relevance":
-            raise InvalidParamsError("order", self.order, "relevance")
+        if self.order not in ORDERS:
+            raise InvalidParamsError("order", self.order, f"one of {', '.join(ORDERS)}")
         object.__setattr__(
             self, "chat_template_kwargs", MappingProxyType(dict(self.chat_template_kwargs))
         )
-        for name, placeholder in (("document_format", "text"), ("question_format", "question")):
-            if f"{{{placeholder}" not in getattr(self, name):
+        formats = {
+            "document_format": "text",
+            "question_format": "question",
+            "relevance_line": "ranking",
+        }
+        for name, placeholder in formats.items():
+            value = getattr(self, name)
+            if value is not None and f"{{{placeholder}" not in value:
                 raise InvalidParamsError(
-                    name, getattr(self, name), f"a format string with {{{placeholder}}} in it"
+                    name, value, f"a format string with {{{placeholder}}} in it"
                 )
 
     def build(
@@ -123,47 +232,103 @@ class PromptTemplate:
         retrieved: Sequence[ScoredChunk],
         tokenizer: PromptTokenizer,
         max_prompt_tokens: int | None = None,
+        *,
+        popularity: Popularity | None = None,
+        namespace: str = "",
+        probe: PrefixProbe | None = None,
     ) -> BuiltPrompt:
         """The prompt for a question. Tokenizes, so call it off the event loop.
 
         :param retrieved: the best first.
-        :param max_prompt_tokens: while the prompt is longer, the last document is dropped whole.
+        :param tokenizer: a `SegmentTokens` does not tokenize a document again that it knows.
+        :param max_prompt_tokens: while the prompt is longer, the least relevant document is
+            dropped whole, whatever the order.
+        :param popularity: for the orders "canonical" and "cache_aware". It is only read: count an
+            answer's documents yourself, once.
+        :param namespace: whose popularity, and whose remembered documents.
+        :param probe: for the order "cache_aware", of the same namespace.
         :raises PromptTooLongError: if it is too long without any document.
         :raises InvalidParamsError: if the chat template or a format string cannot be used.
         """
-        special = _special_pattern(tokenizer.special_tokens)
-        documents = [
-            _neutralized(self._document(number, scored), special)
-            for number, scored in enumerate(retrieved, 1)
-        ]
-        layout = self._layout(tokenizer)
-        asked = _neutralized(self.question_format.format(question=question), special)
-        question_segment = Segment(layout.before + asked + layout.after, "question")
-        system = [Segment(layout.system, "system")] if layout.system else []
+        segments = tokenizer if isinstance(tokenizer, SegmentTokens) else SegmentTokens(tokenizer)
+        layout = self._layout(segments)
+        asked = segments.neutralized(self.question_format.format(question=question))
+        system = [segments.segment(layout.system, namespace, trusted=True)] if layout.system else []
+        is_walked = self.order == "cache_aware" and probe is not None
+        opening = _with_bos(segments, system[0]) if system and is_walked else ()
+
+        def document(index: int, number: int) -> TokenizedSegment:
+            return segments.segment(self._document(number, retrieved[index]), namespace)
+
+        def document_tokens(index: int, number: int) -> Sequence[int]:
+            made = document(index, number)
+            return made.token_ids if system or number > 1 else _with_bos(segments, made)
+
+        ids = [scored.chunk.id for scored in retrieved]
         while True:
-            prompt = Prompt(
-                (*system, *(Segment(text, "document") for text in documents), question_segment)
+            order = order_documents(
+                self.order,
+                ids,
+                popularity=popularity,
+                namespace=namespace,
+                probe=probe,
+                system=opening,
+                tokens=document_tokens,
             )
-            tokenized = tokenizer.tokenize(prompt)
+            documents = [document(index, number) for number, index in enumerate(order, 1)]
+            asking = layout.before + self._ranking(order) + asked + layout.after
+            parts: list[tuple[SegmentKind, TokenizedSegment]] = [
+                *(("system", segment) for segment in system),
+                *(("document", segment) for segment in documents),
+                ("question", segments.fresh(asking)),
+            ]
+            # From ids, which are mostly known. The prompt itself is given as text, to be read.
+            tokenized = segments.tokenize(
+                Prompt(
+                    tuple(
+                        Segment(kind=kind, token_ids=tuple(segment.token_ids))
+                        for kind, segment in parts
+                    )
+                )
+            )
             num_tokens = len(tokenized.token_ids)
             if max_prompt_tokens is None or num_tokens <= max_prompt_tokens:
                 break
-            if not documents:
+            if not ids:
                 raise PromptTooLongError(
                     num_tokens,
                     max_prompt_tokens,
                     "system prompt and question alone are longer than that; shorten them, or "
                     "ask for fewer tokens with max_tokens",
                 )
-            lengths = iter(tokenized.segment_lengths[len(system) :])  # without empty segments
-            document_lengths = [next(lengths) if text else 0 for text in documents]
-            while documents and num_tokens > max_prompt_tokens:
-                documents.pop()
-                num_tokens -= document_lengths[len(documents)]
-        used = len(documents)
+            # What does not fit goes by relevance; then the rest is put in order anew.
+            lengths = {i: len(d.token_ids) for i, d in zip(order, documents, strict=True)}
+            while ids and num_tokens > max_prompt_tokens:
+                ids.pop()
+                num_tokens -= lengths[len(ids)]
         return BuiltPrompt(
-            prompt, tokenized, tuple(retrieved[:used]), tuple(retrieved[used:]), self.order
+            Prompt(tuple(Segment(segment.text, kind) for kind, segment in parts)),
+            tokenized,
+            tuple(retrieved[index] for index in order),
+            tuple(retrieved[len(ids) :]),
+            self.order,
+            tuple(index + 1 for index in order),
         )
+
+    def _ranking(self, order: Sequence[int]) -> str:
+        """The line that tells the documents' relevance; `order` has the rank of each, from 0."""
+        if self.relevance_line is None or len(order) < 2:
+            return ""
+        numbers = sorted(range(1, len(order) + 1), key=lambda number: order[number - 1])
+        try:
+            line = self.relevance_line.format(ranking=", ".join(map(str, numbers)))
+        except (LookupError, ValueError, AttributeError) as exc:
+            raise InvalidParamsError(
+                "relevance_line",
+                self.relevance_line,
+                f"a format string with no other placeholder than {{ranking}} ({exc!r})",
+            ) from exc
+        return line + "\n"
 
     def _document(self, number: int, scored: ScoredChunk) -> str:
         chunk = scored.chunk
@@ -213,6 +378,13 @@ class PromptTemplate:
         ) from refusal
 
 
+def _with_bos(tokenizer: PromptTokenizer, first: TokenizedSegment) -> Sequence[int]:
+    """The ids of a segment that opens a prompt."""
+    if not first.token_ids:
+        return ()
+    return tokenizer.tokenize(Prompt((Segment(token_ids=tuple(first.token_ids)),))).token_ids
+
+
 class _Layout(NamedTuple):
     system: str
     """Before the documents."""
@@ -220,20 +392,3 @@ class _Layout(NamedTuple):
     """Between documents and question."""
     after: str
     """After the question, up to the answer."""
-
-
-def _special_pattern(special_tokens: Collection[str]) -> re.Pattern[str] | None:
-    # The longest first, so that a token which begins like another is seen whole. A token of one
-    # character cannot be broken up, nor can white space; no chat format has such.
-    tokens = {token.strip() for token in special_tokens}
-    tokens = {token for token in tokens if len(token) > 1}
-    longest_first = sorted(tokens, key=lambda token: (-len(token), token))
-    return re.compile("|".join(map(re.escape, longest_first))) if tokens else None
-
-
-def _neutralized(text: str, special: re.Pattern[str] | None) -> str:
-    """`text` with a space after the first character of each special token."""
-    # Again until there is none: a broken token can, in theory, make up another one.
-    while special is not None and special.search(text):
-        text = special.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
-    return text

@@ -210,7 +210,9 @@ class Rig:
                 assert request.layout.num_blocks(chunk.end) == len(request.blocks)
             else:
                 assert chunk.end <= request.num_tokens
-                assert chunk.num_samples == (chunk.end == request.num_tokens)
+                assert chunk.num_samples == (
+                    chunk.end == request.num_tokens and not request.prefill_only
+                )
             if self.samples_on_host(request):
                 assert plan.num_steps == 1
                 assert not any(
@@ -271,6 +273,33 @@ class Rig:
         self.requests += choices
         return choices
 
+    def add_prefill(
+        self,
+        segments: Sequence[Sequence[int]],
+        kinds: Iterable[Retention],
+        *,
+        namespace: str,
+        speculative: bool,
+    ) -> Request:
+        """A prompt that is only to be computed."""
+        request = Request(
+            f"r{next(self._ids)}",
+            TokenizedPrompt(
+                [t for segment in segments for t in segment],
+                tuple(map(len, segments)),
+                tuple(kinds),
+            ),
+            SamplingParams(max_tokens=1),
+            block_size=self.config.block_size,
+            max_tokens=0,
+            namespace=namespace,
+            prefill_only=True,
+            speculative=speculative,
+        )
+        self.core.add(request)
+        self.requests.append(request)
+        return request
+
     def room(self, lengths: Sequence[int]) -> int:
         """Tokens that fit behind a prompt if it has the pool for itself."""
         layout, total = BlockLayout(lengths, self.config.block_size), sum(lengths)
@@ -286,14 +315,16 @@ class Rig:
         decoding = {
             r: r.timeline.preemptions
             for r in ready
-            if r.state is RequestState.RUNNING and r.num_to_compute == 1
+            if r.state is RequestState.RUNNING and r.num_to_compute == 1 and not r.prefill_only
         }
-        seated = {r: r.timeline.preemptions for r in scheduler.running if not r.paused}
+        seated = {
+            r: r.timeline.preemptions for r in scheduler.running if not (r.paused or r.speculative)
+        }
         num_steps = self.core.num_steps
         self.plan = StepPlan([])
         updates = self.core.step()
         self.updates += updates
-        progress = self.core.num_steps > num_steps
+        progress = self.core.num_steps > num_steps or bool(updates)
         assert progress or not self.plan.chunks
         assert progress or not ready, f"nothing runs, and could: {ready}"
         assert len(scheduler.running) <= self.config.max_num_seqs
@@ -307,9 +338,10 @@ class Rig:
         self.check()
         return updates
 
-    @staticmethod
-    def may_run(request: Request) -> bool:
+    def may_run(self, request: Request) -> bool:
         """Whether it has not ended and waits for nobody but the scheduler."""
+        if request.speculative and any(not r.speculative for r in self.scheduler.live()):
+            return False  # it takes what is left
         if request.state is RequestState.FINISHED or request.paused:
             return False
         return request.leader is None or not request.leader.paused
@@ -1466,6 +1498,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_prefill=st.sampled_from([None, None, 1, 5]),
         mode=st.sampled_from([*MODES, (3, 2)]),
         stops=st.booleans(),
+        policy=st.sampled_from(["cost_aware", "cost_aware", "lru"]),
     )
     def open(
         self,
@@ -1480,9 +1513,11 @@ class CoreMachine(RuleBasedStateMachine):
         max_prefill: int | None,
         mode: tuple[int, int],
         stops: bool,
+        policy: str,
     ) -> None:
         self.rig = Rig(
             num_blocks,
+            cache_policy=policy,
             block_size=block_size,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + budget,
@@ -1550,6 +1585,22 @@ class CoreMachine(RuleBasedStateMachine):
             choice.text = Letters(letter) if letter else None
         note(f"{choices[0]!r}: {[*map(len, segments)]}, at most {choices[0].max_tokens}")
 
+    @rule(
+        family=st.sampled_from(FAMILIES),
+        depth=st.integers(1, 4),
+        namespace=st.sampled_from(["", "tenant"]),
+        speculative=st.booleans(),
+    )
+    def prefill(
+        self, family: list[list[int]], depth: int, namespace: str, speculative: bool
+    ) -> None:
+        segments = family[:depth]
+        while len(segments) > 1 and not self._fits([*map(len, segments)]):
+            segments = segments[:-1]
+        if self._fits([*map(len, segments)]):
+            kinds = [SYSTEM, *[DOCUMENT] * len(segments)][: len(segments)]
+            self.rig.add_prefill(segments, kinds, namespace=namespace, speculative=speculative)
+
     def _fits(self, lengths: list[int]) -> bool:
         layout = BlockLayout(lengths, self.rig.config.block_size)
         return layout.num_blocks(sum(lengths) + 1) <= self.rig.num_blocks
@@ -1601,7 +1652,8 @@ class CoreMachine(RuleBasedStateMachine):
             reasons = ("abort",) if request in self.aborted else ("stop", "length")
             assert request.finish_reason in reasons
             if request.index == 0:
-                assert request.timeline.cached_tokens < request.num_prompt_tokens
+                whole = request.num_prompt_tokens + request.prefill_only
+                assert request.timeline.cached_tokens < whole
                 if not self.rig.config.enable_prefix_caching:
                     assert request.timeline.cached_tokens == 0
         assert self.rig.hit_tokens <= self.rig.query_tokens

@@ -45,6 +45,7 @@ class Cascade:
         self._group = shape.num_heads // shape.num_kv_heads
         self._block_size = block_size
         self._staging = staging
+        self._min_saved_bytes = ops.min_saved_bytes(shape.head_dim)
         self._token_bytes = 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
         has_whole_layers = any(window is None for window in shape.layer_windows)
         self.sizes = [size for size in sizes if size >= _LEAST_ROWS and has_whole_layers]
@@ -105,7 +106,7 @@ class Cascade:
         if not runs:
             return False
         saved = ops.saved_tokens(runs, rows, seats.starts) * self._token_bytes
-        if not self.always and saved < ops.MIN_SAVED_BYTES:
+        if not self.always and saved < self._min_saved_bytes:
             return False
         config, programs = self._cuts[size]
         plan = ops.plan_cascade(

@@ -168,6 +168,8 @@ class GPURunner:
         if not self._stream.is_cuda:
             return  # nothing is compiled for a CPU
         with self._stream.current():
+            self._seats.set_step(0)
+            self._seats.flush()
             self._measure_prompts()
             for step in self._decode_steps():
                 self._run_decode(step)

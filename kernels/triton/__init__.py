@@ -7,6 +7,7 @@ nothing waits for the device, so that a CUDA graph can record any of it.
 from .attention import (
     DecodeConfig,
     DecodeWorkspace,
+    SharedPartials,
     choose_splits,
     decode_config,
     decode_workspace,
@@ -15,6 +16,19 @@ from .attention import (
     prefill_config,
     prefill_tiles,
 )
+from .cascade import (
+    MIN_SHARED_BLOCKS,
+    CascadeConfig,
+    CascadeWorkspace,
+    cascade_config,
+    cascade_workspace,
+    min_saved_bytes,
+    num_programs,
+    paged_shared,
+    plan_cascade,
+    saved_tokens,
+)
+from .copy import blocks_to_rows, rows_to_blocks
 from .layers import add_rms_norm, rms_norm, rope_and_store, silu_and_mul
 from .linear import GEMV_ROWS, gemv, gemv_silu, linear
 from .sampling import PROMPT_BIT, SamplerWorkspace, sample, sampler_workspace
@@ -43,6 +57,7 @@ __all__ = [
     # attention
     "DecodeConfig",
     "DecodeWorkspace",
+    "SharedPartials",
     "choose_splits",
     "decode_config",
     "decode_workspace",
@@ -50,6 +65,20 @@ __all__ = [
     "paged_prefill",
     "prefill_config",
     "prefill_tiles",
+    # attention to what sequences share
+    "MIN_SHARED_BLOCKS",
+    "CascadeConfig",
+    "CascadeWorkspace",
+    "cascade_config",
+    "cascade_workspace",
+    "min_saved_bytes",
+    "num_programs",
+    "paged_shared",
+    "plan_cascade",
+    "saved_tokens",
+    # blocks to other memory and back
+    "blocks_to_rows",
+    "rows_to_blocks",
     # sampling
     "PROMPT_BIT",
     "SamplerWorkspace",

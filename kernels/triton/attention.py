@@ -33,6 +33,7 @@ __all__ = [
     "DecodeWorkspace",
     "PrefillConfig",
     "PrefillTiles",
+    "SharedPartials",
     "choose_splits",
     "decode_config",
     "decode_workspace",
@@ -145,6 +146,26 @@ class DecodeWorkspace:
     partials: Tensor
     logs: Tensor
     arrivals: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPartials:
+    """What is known already of the attention of decoding sequences, to the leading blocks that
+    they share with others (see `cascade.py`). A sequence may have several lines, one of each part.
+
+    :param block_counts: int32 [S], leading blocks of each sequence that are done; fewer than those
+        in use. 0 for none.
+    :param firsts: int32 [S], where each sequence's lines begin.
+    :param counts: int32 [S], lines of each.
+    :param outputs: float32 [n, num_heads, head_dim], the normalized output of each line.
+    :param logs: float32 [n, num_heads], log2 of each one's sum of exponentials.
+    """
+
+    block_counts: Tensor
+    firsts: Tensor
+    counts: Tensor
+    outputs: Tensor
+    logs: Tensor
 
 
 def decode_workspace(
@@ -274,6 +295,7 @@ def paged_decode(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    shared: SharedPartials | None = None,
     config: DecodeConfig | None = None,
 ) -> None:
     """Attention of sequences with one query each, their last token, whose key is in the pool.
@@ -295,9 +317,17 @@ def paged_decode(
     :param scale: factor of the scores, positive.
     :param window: positions a token sees at most, its own included.
     :param soft_cap: bound of the scores, `cap * tanh(score / cap)`, as in Gemma 2.
+    :param shared: what is known of the sequences' leading blocks, which are then not read; not
+        with a window.
     :param config: None for `decode_config`'s.
-    :raises ValueError: `workspace` is too small for this batch and `num_splits`.
+    :raises ValueError: `workspace` is too small for this batch and `num_splits`, or there are both
+        `shared` and a window.
     """
+    if shared is not None and window is not None:
+        raise ValueError(
+            f"a window of {window} positions and shared partial results: these may be of "
+            "positions outside the window; leave out one of them"
+        )
     batch, num_heads, head_dim = query.shape
     num_kv_heads, block_size = cache.keys.shape[1], cache.keys.shape[2]
     group = num_heads // num_kv_heads
@@ -315,6 +345,9 @@ def paged_decode(
     dim = triton.next_power_of_2(head_dim)
     heads = triton.next_power_of_2(group)
     min_tiles = max(1, config.split_tokens // config.block_n)
+    block_m = max(16, heads)
+    # Elements of partial outputs that the threads merge at once.
+    at_once = 4096 * config.num_warps
     _decode_kernel[num_kv_heads, batch, num_splits](
         query,
         cache.keys,
@@ -328,6 +361,7 @@ def paged_decode(
         block_counts,
         block_tables,
         block_starts,
+        *_arguments_of(shared),
         *_score_factors(scale, soft_cap),
         window or 0,
         query.stride(0),
@@ -341,7 +375,7 @@ def paged_decode(
         NUM_KV_HEADS=num_kv_heads,
         GROUP=group,
         HEADS=heads,
-        BLOCK_M=max(16, heads),
+        BLOCK_M=block_m,
         HEAD_DIM=head_dim,
         DIM=dim,
         BLOCK_SIZE=block_size,
@@ -349,8 +383,9 @@ def paged_decode(
         WINDOW=window is not None,
         SOFT_CAP=soft_cap is not None,
         FUSED=config.fused,
-        # Elements of partial outputs that a thread merges at once.
-        CHUNK=max(1, 4096 * config.num_warps // (heads * dim)),
+        CHUNK=max(1, at_once // (heads * dim)),
+        SHARED=shared is not None,
+        SHARED_CHUNK=max(1, at_once // (block_m * dim)),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
@@ -361,6 +396,7 @@ def paged_decode(
             workspace.logs,
             seq_lens,
             block_counts,
+            None if shared is None else shared.block_counts,
             window or 0,
             out.stride(0),
             out.stride(1),
@@ -372,6 +408,7 @@ def paged_decode(
             BLOCK_SIZE=block_size,
             BLOCK_N=config.block_n,
             WINDOW=window is not None,
+            SHARED=shared is not None,
             CHUNK=max(1, 8192 // dim),
             num_warps=4,
         )
@@ -442,6 +479,13 @@ def paged_prefill(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+def _arguments_of(shared: SharedPartials | None) -> tuple[Tensor | None, ...]:
+    """The decode kernel's arguments for what sequences share; it ignores None."""
+    if shared is None:
+        return (None,) * 5
+    return shared.block_counts, shared.firsts, shared.counts, shared.outputs, shared.logs
 
 
 def _score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
@@ -591,7 +635,10 @@ def _merge(
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Merge LINES outputs of `count` splits, whose lines are STRIDE apart: [PADDED, DIM]."""
+    """Merge LINES outputs of `count` splits, whose lines are STRIDE apart.
+
+    Gives the state of an online softmax, as `_attend` continues it, with PADDED rows.
+    """
     line = tl.arange(0, PADDED)
     dims = tl.arange(0, DIM)
     largest = tl.full([PADDED], float("-inf"), tl.float32)
@@ -616,13 +663,26 @@ def _merge(
         total = total * fade + tl.sum(weight, 0)
         output = output * fade[:, None] + tl.sum(part * weight[:, :, None], 0)
         largest = new_largest
+    return output, largest, total
+
+
+@triton.jit
+def _normalized(output, total):
+    """An online softmax's output [M, DIM], once it has met all keys; zeros if there were none."""
     return output / tl.where(total > 0, total, 1.0)[:, None]
 
 
 # Table strides are fixed for an engine; what changes from step to step must not compile anew.
 @triton.jit(
     do_not_specialize=["window", "num_splits", "min_tiles"],
-    do_not_specialize_on_alignment=["rows", "seq_lens", "block_counts"],
+    do_not_specialize_on_alignment=[
+        "rows",
+        "seq_lens",
+        "block_counts",
+        "shared_blocks",
+        "shared_firsts",
+        "shared_counts",
+    ],
 )
 def _decode_kernel(
     query,
@@ -637,6 +697,11 @@ def _decode_kernel(
     block_counts,
     block_tables,
     block_starts,
+    shared_blocks,
+    shared_firsts,
+    shared_counts,
+    shared_outputs,
+    shared_logs,
     cap_factor,
     factor,
     window,
@@ -660,6 +725,8 @@ def _decode_kernel(
     SOFT_CAP: tl.constexpr,
     FUSED: tl.constexpr,
     CHUNK: tl.constexpr,
+    SHARED: tl.constexpr,
+    SHARED_CHUNK: tl.constexpr,
 ):
     kv_head, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     seat = tl.load(rows + sequence).to(tl.int64)
@@ -675,6 +742,12 @@ def _decode_kernel(
         if split == 0:
             tl.store(out_tile, tl.zeros([BLOCK_M, DIM], out.dtype.element_ty), mask=mask)
         return
+    if SHARED:
+        # From here on the sequence begins with its first own block.
+        done = tl.load(shared_blocks + sequence)
+        num_blocks -= done
+        block_tables += done
+        block_starts += done
     first, num_tiles, used = _tiles_and_splits(
         seq_len, num_blocks, window, num_splits, min_tiles, BLOCK_SIZE, BLOCK_N, WINDOW
     )
@@ -685,10 +758,29 @@ def _decode_kernel(
     query_tile = tl.load(
         query + heads[:, None] * query_head_stride + dims[None, :], mask=mask, other=0.0
     )
+    if SHARED:
+        # The first split goes on from what is known.
+        known = tl.load(shared_firsts + sequence).to(tl.int64) * (NUM_KV_HEADS * GROUP)
+        known += kv_head * GROUP
+        output, largest, total = _merge(
+            shared_outputs + known * HEAD_DIM,
+            shared_logs + known,
+            tl.where(split == 0, tl.load(shared_counts + sequence), 0),
+            LINES=GROUP,
+            STRIDE=NUM_KV_HEADS * GROUP,
+            PADDED=BLOCK_M,
+            CHUNK=SHARED_CHUNK,
+            HEAD_DIM=HEAD_DIM,
+            DIM=DIM,
+        )
+    else:
+        output = tl.zeros([BLOCK_M, DIM], tl.float32)
+        largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
     output, largest, total = _attend(
-        tl.zeros([BLOCK_M, DIM], tl.float32),
-        tl.full([BLOCK_M], float("-inf"), tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
+        output,
+        largest,
+        total,
         query_tile,
         tl.full([BLOCK_M], 0, tl.int32) + (seq_len - 1),
         first + split * num_tiles // used,
@@ -728,7 +820,7 @@ def _decode_kernel(
             tl.debug_barrier()
             arrival = arrivals + sequence * NUM_KV_HEADS + kv_head
             if tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu") == used - 1:
-                merged = _merge(
+                merged, _, merged_total = _merge(
                     partials + line * HEAD_DIM,
                     logs + line,
                     used,
@@ -742,7 +834,7 @@ def _decode_kernel(
                 own = tl.arange(0, HEADS)
                 tl.store(
                     out + own[:, None] * out_head_stride + dims[None, :],
-                    merged.to(out.dtype.element_ty),
+                    _normalized(merged, merged_total).to(out.dtype.element_ty),
                     mask=(own < GROUP)[:, None] & (dims < HEAD_DIM)[None, :],
                 )
                 tl.store(arrival, 0)
@@ -750,7 +842,7 @@ def _decode_kernel(
 
 @triton.jit(
     do_not_specialize=["window", "num_splits", "min_tiles"],
-    do_not_specialize_on_alignment=["seq_lens", "block_counts"],
+    do_not_specialize_on_alignment=["seq_lens", "block_counts", "shared_blocks"],
 )
 def _merge_kernel(
     out,
@@ -758,6 +850,7 @@ def _merge_kernel(
     logs,
     seq_lens,
     block_counts,
+    shared_blocks,
     window,
     out_token_stride,
     out_head_stride,
@@ -769,11 +862,14 @@ def _merge_kernel(
     BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr,
+    SHARED: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     head, sequence = tl.program_id(0), tl.program_id(1)
     seq_len = tl.load(seq_lens + sequence)
     num_blocks = tl.load(block_counts + sequence)
+    if SHARED:
+        num_blocks -= tl.load(shared_blocks + sequence)
     _, _, used = _tiles_and_splits(
         seq_len, num_blocks, window, num_splits, min_tiles, BLOCK_SIZE, BLOCK_N, WINDOW
     )
@@ -781,7 +877,7 @@ def _merge_kernel(
         return  # the decode kernel has written the output
     num_kv_heads = tl.num_programs(0) // GROUP
     line = (sequence * num_kv_heads + head // GROUP) * num_splits * GROUP + head % GROUP
-    merged = _merge(
+    merged, _, total = _merge(
         partials + line * HEAD_DIM,
         logs + line,
         used,
@@ -794,7 +890,11 @@ def _merge_kernel(
     )
     dims = tl.arange(0, DIM)
     out += sequence.to(tl.int64) * out_token_stride + head * out_head_stride
-    tl.store(out + dims[None, :], merged.to(out.dtype.element_ty), mask=(dims < HEAD_DIM)[None, :])
+    tl.store(
+        out + dims[None, :],
+        _normalized(merged, total).to(out.dtype.element_ty),
+        mask=(dims < HEAD_DIM)[None, :],
+    )
 
 
 @triton.jit(
@@ -966,7 +1066,7 @@ def _prefill_kernel(
         WINDOW=WINDOW,
         SOFT_CAP=SOFT_CAP,
     )
-    output = output / tl.where(total > 0, total, 1.0)[:, None]
+    output = _normalized(output, total)
     tl.store(
         out + (at * out_token_stride + head * out_head_stride)[:, None] + dims[None, :],
         output.to(out.dtype.element_ty),
