@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from .block_pool import BlockKey, next_key, root_key
+from .block_pool import BlockKey, chain_keys, next_key, root_key
 
 __all__ = ["PrefixProbe"]
 
@@ -38,10 +38,9 @@ class PrefixProbe:
         :param parent: `root`, or what this gave for the segment before.
         :returns: the key after the segment, and how many of its leading tokens are cached.
         """
-        cached, whole, size = 0, True, self._block_size
-        for start in range(0, len(token_ids), size):
-            tokens = token_ids[start : start + size]
-            parent = next_key(parent, tokens)
-            whole = whole and self._is_cached(parent)
-            cached += len(tokens) * whole
-        return parent, cached
+        ends = [*range(0, len(token_ids), self._block_size), len(token_ids)]
+        keys = chain_keys(parent, token_ids, ends)
+        for index, key in enumerate(keys):
+            if not self._is_cached(key):
+                return keys[-1], ends[index]
+        return (keys[-1] if keys else parent), len(token_ids)
