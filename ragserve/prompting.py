@@ -188,9 +188,11 @@ class PromptTemplate:
         `id`, `document_id` and `metadata`, like "{metadata[title]}".
     :param question_format: a format string of `question`.
     :param plain_answer: what opens the answer where there is no chat template.
-    :param order: how documents are ordered: "relevance", the best first; "canonical", the same two
-        always in the same order, those that are retrieved most often first; or "cache_aware", as
-        most is found in the cache. The more prompts begin alike, the less of them is computed.
+    :param order: how documents are ordered: "cache_aware", as most of them is found in the cache;
+        "canonical", the same two always in the same order, those that are retrieved most often
+        first; or "relevance", the best first. The more prompts begin alike, the less of them is
+        computed; answers are as good in any order, as far as that was measured (see
+        docs/performance.md). The same question may be given its documents in another order later.
     :param relevance_line: a format string of `ranking`, the documents' numbers with the most
         relevant first, like "Most relevant first: {ranking}." A line before the question, where
         there are at least two documents. None is no such line. Try it with your model before you
@@ -204,7 +206,7 @@ class PromptTemplate:
     document_format: str = "\n\n[{number}] {text}"
     question_format: str = "{question}"
     plain_answer: str = "\nAnswer:"
-    order: DocumentOrder = "relevance"
+    order: DocumentOrder = "cache_aware"
     relevance_line: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
@@ -244,7 +246,8 @@ class PromptTemplate:
         :param max_prompt_tokens: while the prompt is longer, the least relevant document is
             dropped whole, whatever the order.
         :param popularity: for the orders "canonical" and "cache_aware". It is only read: count an
-            answer's documents yourself, once.
+            answer's documents yourself, once. Without it and `probe` there is nothing to go by, and
+            the order is that of relevance.
         :param namespace: whose popularity, and whose remembered documents.
         :param probe: for the order "cache_aware", of the same namespace.
         :raises PromptTooLongError: if it is too long without any document.
@@ -254,7 +257,9 @@ class PromptTemplate:
         layout = self._layout(segments)
         asked = segments.neutralized(self.question_format.format(question=question))
         system = [segments.segment(layout.system, namespace, trusted=True)] if layout.system else []
-        is_walked = self.order == "cache_aware" and probe is not None
+        policy: DocumentOrder
+        policy = "relevance" if popularity is None and probe is None else self.order
+        is_walked = policy == "cache_aware" and probe is not None
         opening = _with_bos(segments, system[0]) if system and is_walked else ()
 
         def document(index: int, number: int) -> TokenizedSegment:
@@ -267,7 +272,7 @@ class PromptTemplate:
         ids = [scored.chunk.id for scored in retrieved]
         while True:
             order = order_documents(
-                self.order,
+                policy,
                 ids,
                 popularity=popularity,
                 namespace=namespace,
@@ -311,7 +316,7 @@ class PromptTemplate:
             tokenized,
             tuple(retrieved[index] for index in order),
             tuple(retrieved[len(ids) :]),
-            self.order,
+            policy,
             tuple(index + 1 for index in order),
         )
 

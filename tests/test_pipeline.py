@@ -86,7 +86,8 @@ async def idle(engine: Engine) -> None:
 
 @pytest.mark.anyio
 async def test_events_in_order() -> None:
-    async with pipeline() as (rag, _), rag.stream("beta?") as answer:
+    template = PromptTemplate(order="relevance")
+    async with pipeline(template=template) as (rag, _), rag.stream("beta?") as answer:
         events = [event async for event in answer]
         assert await anext(answer, None) is None
     retrieved, *deltas, done = events

@@ -247,8 +247,12 @@ def test_numbers_are_places_in_the_prompt_and_ranks_are_relevance() -> None:
     assert built.tokenized == tokenizer().tokenize(built.prompt)
     elsewhere = popular("c2", namespace="other")
     assert template.build("Why?", documents, tokenizer(), popularity=elsewhere).ranks == (1, 2, 3)
-    by_relevance = PromptTemplate().build("Why?", documents, tokenizer(), popularity=popular("c2"))
-    assert (by_relevance.ranks, by_relevance.order) == ((1, 2, 3), "relevance")
+    by_relevance = PromptTemplate(order="relevance")
+    for built in (
+        by_relevance.build("Why?", documents, tokenizer(), popularity=popular("c2")),
+        PromptTemplate().build("Why?", documents, tokenizer()),  # nothing else to go by
+    ):
+        assert (built.ranks, built.order) == ((1, 2, 3), "relevance")
 
 
 def test_what_does_not_fit_goes_by_relevance_whatever_the_order() -> None:

@@ -198,8 +198,8 @@ async def test_attributes(spans: Spans) -> None:
         "ragserve.retrieval.documents": 2,
     }
     assert attributes(found["rag.context"]) == {
-        "ragserve.context.order": "relevance",
-        "ragserve.context.ranks": (1, 2),
+        "ragserve.context.order": "cache_aware",
+        "ragserve.context.ranks": (2, 1),
         "ragserve.context.documents": 2,
         "ragserve.context.dropped_documents": 0,
         "ragserve.context.prompt_tokens": usage.prompt_tokens,
