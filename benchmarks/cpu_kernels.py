@@ -1,6 +1,6 @@
 """Times of the native CPU operations beside torch's, at one model's shapes.
 
-    python -P benchmarks/cpu_kernels.py [--threads 2] [--dtype bfloat16] [attention linear step]
+    python -P benchmarks/cpu_kernels.py [--threads 2] [attention cascade linear step]
 
 Everything compared is timed in turns in one run, and the best time of many counts, so that a
 busy machine blurs all alike. With one thread the time is that of the processor, which a busy
@@ -10,9 +10,11 @@ machine changes least; with more it is that of the clock.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -63,9 +65,12 @@ class Bench:
         )
         return [self.ops.allocate_pool(shape, self.dtype).normal_() for _ in range(LAYERS)]
 
-    def batch(self, sequences: int, context: int, queries: int) -> kernels.PagedBatch:
+    def batch(
+        self, sequences: int, context: int, queries: int, shared: int = 0
+    ) -> kernels.PagedBatch:
         blocks = -(-context // BLOCK)
         tables = torch.randperm(sequences * blocks).view(sequences, blocks)
+        tables[:, : shared // BLOCK] = tables[0, : shared // BLOCK]
         starts = torch.arange(0, blocks * BLOCK + 1, BLOCK).clamp(max=context)
         at = torch.arange(context - queries, context)
         return kernels.PagedBatch(
@@ -122,6 +127,31 @@ def attention(bench: Bench) -> None:
         print(
             f"{sequences} x {context}, {queries} queries | {times['ours'] * 1e3:.2f} | "
             f"{size / times['ours'] / 1e9:.1f} | {times['sdpa'] * 1e3:.2f}",
+            flush=True,
+        )
+
+
+def cascade(bench: Bench) -> None:
+    """All layers of a decoding step's attention, with what the sequences share read once."""
+    print(f"shared, own tokens, {LAYERS} layers | ms plain | ms shared read once | times faster")
+    for sequences, shared, own in itertools.product((2, 8, 32, 64), (128, 512, 2048), (64, 256)):
+        batch = bench.batch(sequences, shared + own, 1, shared)
+        run = kernels.SharedRun(tuple(range(sequences)), 0, shared // BLOCK)
+        pools = bench.pools(batch.block_tables.numel())
+        query = bench.random(sequences, HEADS, HEAD_DIM)
+        plans = {
+            "plain": bench.plan(batch),
+            "once": bench.plan(dataclasses.replace(batch, shared_runs=(run,))),
+        }
+
+        def attend(plan, query=query, pools=pools) -> None:  # type: ignore[no-untyped-def]
+            for pool in pools:
+                plan(query, pool)
+
+        times = bench.best(**{name: partial(attend, plan) for name, plan in plans.items()})
+        print(
+            f"{sequences} x {shared} + {own} | {times['plain'] * 1e3:.2f} | "
+            f"{times['once'] * 1e3:.2f} | {times['plain'] / times['once']:.2f}",
             flush=True,
         )
 
@@ -213,7 +243,7 @@ def step(bench: Bench) -> None:
 
 
 def main() -> None:
-    parts = {"attention": attention, "linear": linear, "step": step}
+    parts = {"attention": attention, "cascade": cascade, "linear": linear, "step": step}
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(parts)}; all if none is named")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -134,6 +134,7 @@ def serving(
             pipelines["docs"] = RagPipeline(
                 engine=served.engine,
                 index=Facts(),  # type: ignore[arg-type]
+                overlap=False,  # the gate is for the answer's own steps
                 params=SamplingParams(temperature=0.0, max_tokens=20),
                 top_k=2,
             )

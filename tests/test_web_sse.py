@@ -185,7 +185,9 @@ class Site:
     @asynccontextmanager
     async def lifespan(self, app: Any) -> AsyncIterator[None]:
         async with Engine.open(self.model, **KNOBS) as self.engine:
-            self.rag = RagPipeline(engine=self.engine, index=self.places, embedder=self.places)
+            self.rag = RagPipeline(
+                engine=self.engine, index=self.places, embedder=self.places, overlap=False
+            )
             yield
 
     async def rag_stream(self, request: Request) -> Response:

@@ -44,8 +44,14 @@ enum {
     SPAN = CHUNK * TILE,
     ROWS = 48,         /* queries times heads that share the keys they read, at most */
     HEAD_DIM = 256,    /* largest head */
-    SPLIT = 32,        /* tiles that one thread reads for few queries, at most. Fixed, so that a
-                          sequence's result does not depend on its batch or on the threads */
+    STRIDE = HEAD_DIM + LANES, /* between rows of heads: no power of 2, lest rows meet in few cache
+                                  lines */
+    CELL = 8,          /* tiles whose softmax is computed apart, */
+    SPLIT = 32,        /* and tiles of whose cells that is merged apart: the most that one thread
+                          reads for few queries. Both are counted from the sequence's beginning, so
+                          that a result depends neither on the batch nor on the chunk, on what the
+                          sequence shares, or on the threads */
+    CELLS = SPLIT / CELL,
     PANEL = 3,         /* vectors of outputs of a linear layer computed together */
 };
 
@@ -86,24 +92,34 @@ struct tile {
     int32_t count;    /* tokens in it; what follows them was never written */
 };
 
-/* Queries of one sequence and the tiles that they read. */
+/* Queries and tiles that all of them read: neighbours in one sequence, or of several sequences that
+ * hold the same blocks (a shared run). */
 struct item {
-    int32_t query, num_queries; /* first row in the step */
-    int32_t position;           /* of the first query */
-    int32_t tile, num_tiles;
-    int32_t group, num_splits;  /* sequences whose tiles several items share; -1 if one does all */
-    int32_t partial, partials;  /* rows of the partial results: this item's, the group's first */
+    int32_t token, num_queries; /* where their list begins in `tokens` */
+    int32_t position, advance;  /* of the first query; from one to the next, 0 in a shared run */
+    int32_t tile, num_tiles;    /* whole cells of one split; or all that the queries see */
+    int32_t cell;               /* the first one's number in the sequence */
+    int32_t part;               /* where the results go among a query's parts, if it has some */
+};
+
+/* A token of the step. If several items share its work, each leaves parts of it: one if it begins
+ * with the split, else one for each cell. */
+struct query {
+    int32_t num_parts; /* 0 if one item does all */
+    int32_t part;      /* number of its first one among all tokens' */
 };
 
 struct attention {
     struct work work; /* items of all KV heads */
     const struct tile *tiles;
     const struct item *items;
+    const int32_t *tokens; /* all of the step, then those of shared runs */
+    const struct query *queries;
     int32_t num_heads, num_kv_heads, head_dim, tiles_per_block;
     float scale;
-    int32_t window;
-    char *partial;       /* per row: head_dim sums, largest score, sum of weights */
-    int32_t *unfinished; /* per group and KV head: items to come; between runs, all */
+    int32_t window, longest; /* a window of the longest sequence's length hides nothing */
+    char *partial;       /* of each part and KV head, see `part` */
+    int32_t *unfinished; /* of each token and KV head: parts to come; between calls, all */
     const char *query;
     int64_t query_stride; /* elements between tokens */
     char *output;
@@ -159,6 +175,8 @@ struct step {
     const void *cos, *sin, *norm;
     void *hidden, *delta, *normed, *joined, *query, *inner;
 };
+
+#define NOTHING -1e30f /* largest score where none was seen */
 
 struct kernels {
     task *attention[2], *rope[2], *norm[2], *activation[2], *linear[2]; /* float32, bfloat16 */
@@ -266,64 +284,154 @@ static void run(const struct machine *m, task *f, void *job, int64_t threads, in
         f(job);
 }
 
-/* Tiles and items of a step. `tiles` holds at least 16-token pieces of all blocks, `items` at
- * least num_tokens + num_sequences + num_tiles / SPLIT, `unfinished` a number per sequence and KV
- * head. `counts`: items, partial rows. */
-EXPORT void plan_attention(int64_t num_sequences, int64_t max_blocks, int64_t block_size,
-                           int64_t num_kv_heads, int64_t grouped, const int64_t *query_starts,
-                           const int64_t *seq_lens, const int64_t *block_tables,
-                           const int64_t *block_starts, struct tile *tiles, struct item *items,
-                           int32_t *unfinished, int64_t *counts) {
-    const int32_t tiles_per_block = (int32_t)((block_size + TILE - 1) / TILE);
-    const int32_t queries_per_item = (int32_t)MAX(1, ROWS / grouped);
-    int32_t num_tiles = 0, num_items = 0, num_groups = 0, partial = 0;
-    for (int64_t s = 0; s < num_sequences; s++) {
-        const int64_t *table = block_tables + s * max_blocks;
-        const int64_t *start = block_starts + s * (max_blocks + 1);
-        const int32_t first = num_tiles;
-        for (int64_t b = 0; b < max_blocks && start[b] < seq_lens[s]; b++) {
-            const int64_t filled = MIN(start[b + 1], seq_lens[s]) - start[b];
+/* Sequences of a step, as Python describes them. */
+struct sequences {
+    int64_t count, max_blocks, block_size, num_kv_heads, grouped;
+    const int64_t *query_starts, *seq_lens, *block_tables, *block_starts;
+    /* Shared runs: of each its rows (from run_starts on) and the block after it. A row's runs come
+     * in order, and follow each other from its first block. */
+    int64_t num_runs;
+    const int64_t *run_rows, *run_starts, *run_ends;
+};
+
+/* What a plan writes; see native.py for how much room it needs. */
+struct plan {
+    struct tile *tiles;
+    struct item *items;
+    int32_t *tokens;
+    struct query *queries;
+    int32_t *unfinished;
+    int64_t *first_tiles; /* of each sequence, and one more */
+    int64_t *cells;       /* of each sequence: how many of its cells runs read, */
+    int64_t *parts;       /* and the parts that these are */
+    int64_t num_items, num_parts;
+};
+
+static int64_t plan_tiles(const struct sequences *q, struct tile *tiles, int64_t *first_tiles) {
+    const int32_t tiles_per_block = (int32_t)((q->block_size + TILE - 1) / TILE);
+    int64_t n = 0;
+    for (int64_t s = 0; s < q->count; s++) {
+        const int64_t *table = q->block_tables + s * q->max_blocks;
+        const int64_t *start = q->block_starts + s * (q->max_blocks + 1);
+        first_tiles[s] = n;
+        for (int64_t b = 0; b < q->max_blocks && start[b] < q->seq_lens[s]; b++) {
+            const int64_t filled = MIN(start[b + 1], q->seq_lens[s]) - start[b];
             for (int32_t t = 0; t * TILE < filled; t++)
-                tiles[num_tiles++] = (struct tile){
-                    .index = (int32_t)(table[b] * num_kv_heads * tiles_per_block + t),
+                tiles[n++] = (struct tile){
+                    .index = (int32_t)(table[b] * q->num_kv_heads * tiles_per_block + t),
                     .position = (int32_t)(start[b] + t * TILE),
                     .count = (int32_t)MIN(TILE, filled - t * TILE),
                 };
         }
-        const int32_t num_queries = (int32_t)(query_starts[s + 1] - query_starts[s]);
-        const int32_t offset = (int32_t)seq_lens[s] - num_queries;
-        /* The last queries read most, so they come first: the threads then end together. */
-        int32_t end = num_tiles;
-        for (int32_t q = (num_queries - 1) / queries_per_item * queries_per_item; q >= 0;
-             q -= queries_per_item) {
-            const int32_t count = MIN(queries_per_item, num_queries - q);
-            while (tiles[end - 1].position > offset + q + count - 1) end--;
-            struct item item = {
-                .query = (int32_t)query_starts[s] + q,
-                .num_queries = count,
-                .position = offset + q,
-                .group = -1,
-                .num_splits = 1,
+    }
+    return first_tiles[q->count] = n;
+}
+
+static int64_t split_end(int64_t cell, int64_t end) {
+    return MIN((cell / CELLS + 1) * CELLS, end);
+}
+
+static int64_t parts_of(int64_t cell, int64_t end) { return cell % CELLS ? end - cell : 1; }
+
+/* The cells that lie in a run, for its rows: together, as far as an item can hold them. A cell on
+ * the border of two runs belongs to the deeper one, whose rows hold all of it; the last run's end
+ * is rounded down to whole cells. */
+static void plan_run(const struct sequences *q, int64_t run, struct plan *p, int32_t *tokens) {
+    const int64_t *rows = q->run_rows + q->run_starts[run];
+    const int64_t num_rows = q->run_starts[run + 1] - q->run_starts[run];
+    const int64_t *start = q->block_starts + rows[0] * (q->max_blocks + 1);
+    const int64_t last = q->run_ends[run];
+    const int64_t most = MAX(1, ROWS / q->grouped), groups = (num_rows + most - 1) / most;
+    int64_t tiles = 0, cell = p->cells[rows[0]], part = p->parts[rows[0]];
+    for (int64_t b = 0; b < last; b++) tiles += (start[b + 1] - start[b] + TILE - 1) / TILE;
+    const int64_t end = tiles / CELL;
+    for (int64_t to; cell < end; part += parts_of(cell, to), cell = to) {
+        to = split_end(cell, end);
+        for (int64_t g = 0; g < groups; g++) {
+            const int64_t row = num_rows * g / groups;
+            p->items[p->num_items++] = (struct item){
+                .token = (int32_t)(tokens - p->tokens + row),
+                .num_queries = (int32_t)(num_rows * (g + 1) / groups - row),
+                .position = (int32_t)start[last],
+                .tile = (int32_t)(p->first_tiles[rows[0]] + cell * CELL),
+                .num_tiles = (int32_t)((to - cell) * CELL),
+                .cell = (int32_t)cell,
+                .part = (int32_t)part,
             };
-            const int32_t all = end - first;
-            if (num_queries <= queries_per_item && all > SPLIT) {
-                item.group = num_groups++;
-                item.num_splits = (all + SPLIT - 1) / SPLIT;
-                for (int64_t h = 0; h < num_kv_heads; h++) *unfinished++ = item.num_splits;
-                item.partials = partial;
-            }
-            for (int32_t i = 0; i < item.num_splits; i++) {
-                item.tile = first + (int32_t)((int64_t)all * i / item.num_splits);
-                item.num_tiles =
-                    first + (int32_t)((int64_t)all * (i + 1) / item.num_splits) - item.tile;
-                item.partial = partial;
-                if (item.group >= 0) partial += count * (int32_t)grouped;
-                items[num_items++] = item;
-            }
         }
     }
-    counts[0] = num_items;
-    counts[1] = partial;
+    for (int64_t i = 0; i < num_rows; i++) {
+        tokens[i] = (int32_t)q->query_starts[rows[i]];
+        p->cells[rows[i]] = cell;
+        p->parts[rows[i]] = part;
+    }
+}
+
+/* What is left of a sequence after its runs. */
+static void plan_sequence(const struct sequences *q, int64_t s, struct plan *p) {
+    const int32_t queries_per_item = (int32_t)MAX(1, ROWS / q->grouped);
+    const int32_t num_queries = (int32_t)(q->query_starts[s + 1] - q->query_starts[s]);
+    const int32_t offset = (int32_t)q->seq_lens[s] - num_queries;
+    const int32_t first = (int32_t)p->first_tiles[s];
+    int32_t end = (int32_t)p->first_tiles[s + 1];
+    for (int32_t i = 0; i < num_queries; i++) {
+        const int32_t token = (int32_t)q->query_starts[s] + i;
+        p->tokens[token] = token;
+        p->queries[token] = (struct query){0};
+    }
+    const int64_t cells = (end - first + CELL - 1) / CELL;
+    if (num_queries > queries_per_item || (p->cells[s] == 0 && cells <= CELLS)) {
+        /* The last queries read most, so they come first: the threads then end together. */
+        for (int32_t i = (num_queries - 1) / queries_per_item * queries_per_item; i >= 0;
+             i -= queries_per_item) {
+            const int32_t count = MIN(queries_per_item, num_queries - i);
+            while (p->tiles[end - 1].position > offset + i + count - 1) end--;
+            p->items[p->num_items++] = (struct item){
+                .token = (int32_t)q->query_starts[s] + i,
+                .num_queries = count,
+                .position = offset + i,
+                .advance = 1,
+                .tile = first,
+                .num_tiles = end - first,
+            };
+        }
+        return;
+    }
+    int64_t part = p->parts[s];
+    for (int64_t cell = p->cells[s], to; cell < cells; part += parts_of(cell, to), cell = to) {
+        to = split_end(cell, cells);
+        p->items[p->num_items++] = (struct item){
+            .token = (int32_t)q->query_starts[s],
+            .num_queries = num_queries,
+            .position = offset,
+            .advance = 1,
+            .tile = (int32_t)(first + cell * CELL),
+            .num_tiles = (int32_t)(MIN(to * CELL, end - first) - cell * CELL),
+            .cell = (int32_t)cell,
+            .part = (int32_t)part,
+        };
+    }
+    for (int32_t i = 0; i < num_queries; i++) {
+        const int64_t token = q->query_starts[s] + i;
+        p->queries[token] = (struct query){(int32_t)part, (int32_t)p->num_parts};
+        p->num_parts += part;
+        for (int64_t h = 0; h < q->num_kv_heads; h++)
+            p->unfinished[token * q->num_kv_heads + h] = (int32_t)part;
+    }
+}
+
+/* Tiles and items of a step. Shared runs come first, being the largest. */
+EXPORT void plan_attention(const struct sequences *q, struct plan *p) {
+    plan_tiles(q, p->tiles, p->first_tiles);
+    memset(p->cells, 0, (size_t)q->count * sizeof *p->cells);
+    memset(p->parts, 0, (size_t)q->count * sizeof *p->parts);
+    p->num_items = p->num_parts = 0;
+    int32_t *tokens = p->tokens + q->query_starts[q->count];
+    for (int64_t r = 0; r < q->num_runs; r++) {
+        plan_run(q, r, p, tokens);
+        tokens += q->run_starts[r + 1] - q->run_starts[r];
+    }
+    for (int64_t s = 0; s < q->count; s++) plan_sequence(q, s, p);
 }
 
 EXPORT void attend(const struct machine *m, int64_t threads, int32_t bf16, struct attention *job) {
@@ -410,13 +518,14 @@ EXPORT int64_t program_bytes(int64_t num_layers) {
     return (9 * num_layers + 1) * (int64_t)sizeof(struct phase);
 }
 
-/* All layers and the last norm: `hidden` becomes `normed`. One call, so that whoever shares the
+/* All layers and the last norm: `hidden` becomes `normed`. Layers whose window hides something use
+ * the plan `windowed`, which knows no shared runs. One call, so that whoever shares the
  * process with the caller can have the interpreter for a whole step, and one fork, since threads
  * that have to meet 300 times a step are slow wherever they do not have their processors to
  * themselves. */
 EXPORT void forward(const struct machine *m, int64_t threads, int32_t bf16, const struct step *s,
                     const struct layer *layers, int64_t num_layers, const struct attention *a,
-                    void *room) {
+                    const struct attention *windowed, void *room) {
     const struct kernels *k = levels[m->level];
     const int64_t n = s->num_tokens, size = s->hidden_size, inner = s->inner_size;
     const int64_t q_size = (int64_t)a->num_heads * a->head_dim;
@@ -434,7 +543,8 @@ EXPORT void forward(const struct machine *m, int64_t threads, int32_t bf16, cons
         PHASE(rope, {0, 0, n}, a->num_heads, a->num_kv_heads, a->head_dim, (int32_t)s->block_size,
               s->joined, s->cos, s->sin, l->q_norm, l->k_norm, s->angle_stride, s->slots, s->eps,
               s->query, l->pool);
-        *p = (struct phase){k->attention[bf16], {.attention = *a}};
+        const struct attention *plan = l->window < a->longest ? windowed : a;
+        *p = (struct phase){k->attention[bf16], {.attention = *plan}};
         p->job.attention.work.next = p->job.attention.work.done = 0;
         p->job.attention.query = s->query;
         p->job.attention.query_stride = q_size;
@@ -712,13 +822,19 @@ INLINE void OP(accumulate)(floats *sums, const int R, const int T, const char *c
 
 /* ---- Attention (flash attention, arXiv 2205.14135, over tiles of the pool) ---- */
 
+/* Softmax over some tiles, for each row: sums of values, the largest score that the weights are
+ * relative to, sum of the weights. */
+struct OP(softmax) {
+    float sums[ROWS][STRIDE], top[ROWS], total[ROWS];
+};
+
 struct OP(scratch) {
     float scores[ROWS][SPAN];
     uint32_t weights[ROWS][SPAN];        /* in units */
-    float sums[ROWS][HEAD_DIM];
-    uint32_t query[ROWS][HEAD_DIM];      /* in units */
-    floats total[ROWS];                  /* of the weights, per lane */
-    float top[ROWS], decay[ROWS];        /* largest score so far; what the sums shrink by */
+    uint32_t query[ROWS][STRIDE];        /* in units */
+    floats total[ROWS];                  /* of a cell's weights, per lane */
+    float decay[ROWS];                   /* what the cell's sums shrink by */
+    struct OP(softmax) cell, split, all;
 } __attribute__((aligned(64)));
 
 INLINE void OP(score_rows)(struct OP(scratch) *s, const int r, const int R, const int units,
@@ -726,20 +842,20 @@ INLINE void OP(score_rows)(struct OP(scratch) *s, const int r, const int R, cons
     floats sums[CHUNK_ROWS * CHUNK];
 #pragma GCC unroll 32
     for (int i = 0; i < R * CHUNK; i++) sums[i] = OP(splat)(0);
-    OP(accumulate)(sums, R, CHUNK, keys, 64, s->query[r], HEAD_DIM, units, ahead, bf16);
+    OP(accumulate)(sums, R, CHUNK, keys, 64, s->query[r], STRIDE, units, ahead, bf16);
 #pragma GCC unroll 32
     for (int i = 0; i < R * CHUNK; i++)
         OP(store_floats)(&s->scores[r + i / CHUNK][i % CHUNK * LANES], sums[i]);
 }
 
 /* Columns d to d + T * 16 of the weighted sum of a chunk's values. */
-INLINE void OP(sum_rows)(struct OP(scratch) *s, const int r, const int R, const int d, const int T,
-                         const int width, const char *const *values, const char *const *ahead,
-                         const int *counts, const int bf16) {
+INLINE void OP(sum_rows)(struct OP(scratch) *s, struct OP(softmax) *x, const int r, const int R,
+                         const int d, const int T, const int width, const char *const *values,
+                         const char *const *ahead, const int *counts, const int bf16) {
     floats sums[CHUNK_ROWS * 4];
 #pragma GCC unroll 32
     for (int i = 0; i < R * T; i++)
-        sums[i] = OP(load_floats)(&s->sums[r + i / T][d + i % T * LANES])
+        sums[i] = OP(load_floats)(&x->sums[r + i / T][d + i % T * LANES])
                   * OP(splat)(s->decay[r + i / T]);
     for (int c = 0; c < CHUNK; c++) {
         const char *b[4], *later[4];
@@ -762,13 +878,13 @@ INLINE void OP(sum_rows)(struct OP(scratch) *s, const int r, const int R, const 
     }
 #pragma GCC unroll 32
     for (int i = 0; i < R * T; i++)
-        OP(store_floats)(&s->sums[r + i / T][d + i % T * LANES], sums[i]);
+        OP(store_floats)(&x->sums[r + i / T][d + i % T * LANES], sums[i]);
 }
 
 /* Scores of a row become weights relative to the largest so far. */
-INLINE void OP(weigh_row)(struct OP(scratch) *s, const int r, const struct tile *const *tiles,
-                          const int *counts, const float scale, const int64_t position,
-                          const int64_t window, const int bf16) {
+INLINE void OP(weigh_row)(struct OP(scratch) *s, struct OP(softmax) *softmax, const int r,
+                          const struct tile *const *tiles, const int *counts, const float scale,
+                          const int64_t position, const int64_t window, const int bf16) {
     floats x[CHUNK], top = OP(splat)(-INFINITY);
 #pragma GCC unroll 4
     for (int c = 0; c < CHUNK; c++) {
@@ -782,11 +898,11 @@ INLINE void OP(weigh_row)(struct OP(scratch) *s, const int r, const struct tile 
         }
         top = OP(larger)(x[c], top);
     }
-    const float before = s->top[r], largest = OP(largest)(top);
+    const float before = softmax->top[r], largest = OP(largest)(top);
     float now = before, decay = 1;
     if (largest > before) {
         now = largest;
-        decay = OP(exponential)(OP(splat)(before - now))[0];
+        decay = before > NOTHING ? OP(exponential)(OP(splat)(before - now))[0] : 0;
     }
     floats total = s->total[r] * OP(splat)(decay);
 #pragma GCC unroll 4
@@ -796,7 +912,7 @@ INLINE void OP(weigh_row)(struct OP(scratch) *s, const int r, const struct tile 
         total += weight;
     }
     s->total[r] = total;
-    s->top[r] = now;
+    softmax->top[r] = now;
     s->decay[r] = decay;
 }
 
@@ -808,77 +924,129 @@ INLINE const struct tile *OP(first_tile)(const struct attention *a, const struct
     return tile;
 }
 
-INLINE void OP(write_rows)(const struct attention *a, const struct item *item, const int head,
-                           const int rows, float (*sums)[HEAD_DIM], const float *totals,
-                           const int bf16) {
+INLINE void OP(write_rows)(const struct attention *a, const int32_t *tokens, const int head,
+                           const int rows, const struct OP(softmax) *x, const int bf16) {
     const int grouped = a->num_heads / a->num_kv_heads;
     for (int r = 0; r < rows; r++) {
-        const int64_t token = item->query + r / grouped;
+        const int64_t token = tokens[r / grouped];
         const int64_t row = token * a->num_heads + (int64_t)head * grouped + r % grouped;
-        const floats share = OP(splat)(1 / totals[r]);
+        const floats share = OP(splat)(1 / x->total[r]);
         for (int d = 0; d < a->head_dim; d += LANES)
             OP(store)(a->output, row * a->head_dim + d, MIN(LANES, a->head_dim - d),
-                      OP(load_floats)(&sums[r][d]) * share, bf16);
+                      OP(load_floats)(&x->sums[r][d]) * share, bf16);
     }
 }
 
-/* Results of a sequence that was split: each part's sums, weighed by its largest score. */
-INLINE void OP(merge)(const struct attention *a, const struct item *item, const int head,
-                      const int rows, struct OP(scratch) *s, const int bf16) {
-    const int width = padded(a->head_dim);
-    float totals[ROWS];
-    for (int r = 0; r < rows; r++) {
-        floats sums[HEAD_DIM / LANES];
-        for (int d = 0; d < width / LANES; d++) sums[d] = OP(splat)(0);
-        const float *part = (const float *)a->partial;
-        part += ((int64_t)item->partials * a->num_kv_heads + (int64_t)head * rows + r)
-                * (width + 2);
-        const int64_t stride = (int64_t)rows * a->num_kv_heads * (width + 2);
-        float top = -INFINITY, total = 0;
-        for (int i = 0; i < item->num_splits; i++) top = MAX(top, part[i * stride + width]);
-        for (int i = 0; i < item->num_splits; i++) {
-            const float weight = OP(exponential)(OP(splat)(part[i * stride + width] - top))[0];
-            total += part[i * stride + width + 1] * weight;
-            for (int d = 0; d < width / LANES; d++)
-                sums[d] = OP(fused)(OP(load_floats)(part + i * stride + d * LANES),
-                                    OP(splat)(weight), sums[d]);
+/* Add the softmax over the tiles that follow. Cells are added to the first of their split, and
+ * splits to the first of all, one by one and in order, whoever computed them: so the rounding is
+ * always the same. `tops` and `totals` are read in whole vectors. */
+INLINE void OP(add)(struct OP(softmax) *x, const int rows, const int width, const float *sums,
+                    const int stride, const float *tops, const float *totals) {
+    float old[ROWS], new[ROWS];
+    for (int r = 0; r < rows; r += LANES) {
+        const floats a = OP(load_floats)(x->top + r), b = OP(load_floats)(tops + r);
+        const floats top = OP(larger)(a, b);
+        const floats p = OP(exponential)(a - top), q = OP(exponential)(b - top);
+        OP(store_floats)(old + r, p);
+        OP(store_floats)(new + r, q);
+        OP(store_floats)(x->total + r, OP(fused)(OP(load_floats)(totals + r), q,
+                                                 OP(load_floats)(x->total + r) * p));
+        OP(store_floats)(x->top + r, top);
+    }
+    for (int r = 0; r < rows; r++)
+        for (int d = 0; d < width; d += LANES) {
+            const floats sum = OP(load_floats)(&x->sums[r][d]) * OP(splat)(old[r]);
+            OP(store_floats)(&x->sums[r][d], OP(fused)(OP(load_floats)(sums + r * stride + d),
+                                                       OP(splat)(new[r]), sum));
         }
-        for (int d = 0; d < width / LANES; d++) OP(store_floats)(&s->sums[r][d * LANES], sums[d]);
-        totals[r] = total;
-    }
-    OP(write_rows)(a, item, head, rows, s->sums, totals, bf16);
 }
 
-INLINE void OP(attend_item)(const struct attention *a, const struct item *item, const int head,
-                            const char *following, struct OP(scratch) *s, const int bf16) {
-    const int grouped = a->num_heads / a->num_kv_heads, rows = item->num_queries * grouped;
-    const int units = key_units(a->head_dim, bf16), width = padded(a->head_dim);
-    const int64_t size = tile_bytes(a->head_dim, bf16), element = bf16 ? 2 : 4;
-    const char *pool = a->pool + head * size * a->tiles_per_block;
-    for (int r = 0; r < rows; r++) {
-        const int64_t token = item->query + r / grouped;
-        const int64_t first = token * a->query_stride
-                              + ((int64_t)head * grouped + r % grouped) * a->head_dim;
-        memcpy(s->query[r], a->query + first * element, (size_t)(a->head_dim * element));
-        memset(s->sums[r], 0, (size_t)width * sizeof(float));
-        s->total[r] = OP(splat)(0);
-        s->top[r] = -1e30f; /* finite: what is all hidden then weighs 0, not NaN */
+INLINE void OP(add_softmax)(struct OP(softmax) *x, const int rows, const int width,
+                            const struct OP(softmax) *y) {
+    OP(add)(x, rows, width, y->sums[0], STRIDE, y->top, y->total);
+}
+
+/* A part of a token, for the query heads of a KV head: sums, largest scores, sums of weights, and
+ * whether it begins a split. */
+INLINE float *OP(part)(const struct attention *a, const int32_t token, const int head,
+                       const int part) {
+    const int64_t grouped = a->num_heads / a->num_kv_heads;
+    const int64_t size = grouped * (padded(a->head_dim) + 2) + 1;
+    const int64_t index = ((int64_t)a->queries[token].part + part) * a->num_kv_heads + head;
+    return (float *)a->partial + index * size;
+}
+
+INLINE void OP(store_parts)(const struct attention *a, const int32_t *tokens, const int head,
+                            const int rows, const int part, const int opens,
+                            const struct OP(softmax) *x) {
+    const int grouped = a->num_heads / a->num_kv_heads, width = padded(a->head_dim);
+    for (int r = 0; r < rows; tokens++) {
+        float *to = OP(part)(a, *tokens, head, part), *top = to + grouped * width;
+        for (int g = 0; g < grouped; g++, r++) {
+            for (int d = 0; d < width; d += LANES)
+                OP(store_floats)(to + g * width + d, OP(load_floats)(&x->sums[r][d]));
+            top[g] = x->top[r];
+            top[grouped + g] = x->total[r];
+        }
+        top[2 * grouped] = (float)opens;
     }
-    const struct tile *tile = OP(first_tile)(a, item);
-    const struct tile *end = a->tiles + item->tile + item->num_tiles;
-    for (; tile < end; tile += CHUNK) {
+}
+
+INLINE void OP(load_part)(const struct attention *a, const int rows, const float *part,
+                          struct OP(softmax) *x) {
+    const int width = padded(a->head_dim);
+    for (int r = 0; r < rows; r++) {
+        for (int d = 0; d < width; d += LANES)
+            OP(store_floats)(&x->sums[r][d], OP(load_floats)(part + r * width + d));
+        x->top[r] = part[rows * width + r];
+        x->total[r] = part[rows * (width + 1) + r];
+    }
+}
+
+/* The output of a token all of whose parts are there. */
+INLINE void OP(merge)(const struct attention *a, const int32_t token, const int head,
+                      struct OP(scratch) *s, const int bf16) {
+    const int grouped = a->num_heads / a->num_kv_heads, width = padded(a->head_dim);
+    const int num_parts = a->queries[token].num_parts;
+    for (int i = 0; i < num_parts;) {
+        struct OP(softmax) *x = i ? &s->split : &s->all;
+        OP(load_part)(a, grouped, OP(part)(a, token, head, i), x);
+        for (i++; i < num_parts; i++) {
+            const float *part = OP(part)(a, token, head, i), *tops = part + grouped * width;
+            if (tops[2 * grouped]) break; /* it begins the next split */
+            OP(add)(x, grouped, width, part, width, tops, tops + grouped);
+        }
+        if (x == &s->split) OP(add_softmax)(&s->all, grouped, width, x);
+    }
+    OP(write_rows)(a, &token, head, grouped, &s->all, bf16);
+}
+
+/* Softmax over the tiles up to `stop`; those up to `end` are fetched ahead. */
+INLINE void OP(attend_tiles)(const struct attention *a, const struct item *item, const int rows,
+                             const char *pool, const struct tile *tile, const struct tile *stop,
+                             const struct tile *end, const char *following,
+                             struct OP(scratch) *s, struct OP(softmax) *x, const int bf16) {
+    const int grouped = a->num_heads / a->num_kv_heads;
+    const int units = key_units(a->head_dim, bf16), width = padded(a->head_dim);
+    const int64_t size = tile_bytes(a->head_dim, bf16);
+    for (int r = 0; r < rows; r++) {
+        for (int d = 0; d < width; d += LANES) OP(store_floats)(&x->sums[r][d], OP(splat)(0));
+        s->total[r] = OP(splat)(0);
+        x->top[r] = NOTHING; /* finite: what is all hidden then weighs 0, not NaN */
+    }
+    for (; tile < stop; tile += CHUNK) {
         const struct tile *tiles[CHUNK];
         const char *keys[CHUNK], *values[CHUNK], *next_keys[CHUNK], *next_values[CHUNK];
         int counts[CHUNK];
         for (int c = 0; c < CHUNK; c++) {
             /* A chunk that is not full repeats its last tile, with nothing seen of it. */
-            const int64_t left = end - tile - 1;
+            const int64_t left = stop - tile - 1, ahead = end - tile - 1;
             tiles[c] = tile + MIN(c, left);
             counts[c] = c <= left ? tiles[c]->count : 0;
             keys[c] = pool + tiles[c]->index * size;
             values[c] = keys[c] + 64 * units;
-            next_keys[c] = left >= CHUNK ? pool + (tile + MIN(c + CHUNK, left))->index * size
-                                         : following + c * size;
+            next_keys[c] = ahead >= CHUNK ? pool + (tile + MIN(c + CHUNK, ahead))->index * size
+                                          : following + c * size;
             next_values[c] = next_keys[c] + 64 * units;
         }
         for (int r = 0; r < rows;) {
@@ -886,19 +1054,20 @@ INLINE void OP(attend_item)(const struct attention *a, const struct item *item, 
             WITH_CHUNK_ROWS(rows - r, SCORE);
 #undef SCORE
         }
-        for (int r = 0, query = 0, g = 0; r < rows; r++) {
-            OP(weigh_row)(s, r, tiles, counts, a->scale, item->position + query, a->window, bf16);
-            if (++g == grouped) g = 0, query++;
+        int64_t position = item->position;
+        for (int r = 0, g = 0; r < rows; r++) {
+            OP(weigh_row)(s, x, r, tiles, counts, a->scale, position, a->window, bf16);
+            if (++g == grouped) g = 0, position += item->advance;
         }
         for (int r = 0; r < rows;) {
             const int left = rows - r;
             int d = 0, done = 0;
-#define SUM(R) OP(sum_rows)(s, r, R, d, 4, width, values, next_values, counts, bf16); done = R
+#define SUM(R) OP(sum_rows)(s, x, r, R, d, 4, width, values, next_values, counts, bf16); done = R
             for (; d + 4 * LANES <= width; d += 4 * LANES) {
                 WITH_CHUNK_ROWS(left, SUM);
             }
 #undef SUM
-#define SUM(R) OP(sum_rows)(s, r, R, d, 1, width, values, next_values, counts, bf16); done = R
+#define SUM(R) OP(sum_rows)(s, x, r, R, d, 1, width, values, next_values, counts, bf16); done = R
             for (; d < width; d += LANES) {
                 WITH_CHUNK_ROWS(left, SUM);
             }
@@ -906,23 +1075,49 @@ INLINE void OP(attend_item)(const struct attention *a, const struct item *item, 
             r += done;
         }
     }
-    float totals[ROWS];
-    for (int r = 0; r < rows; r++) totals[r] = OP(sum)(s->total[r]);
-    if (item->group < 0) {
-        OP(write_rows)(a, item, head, rows, s->sums, totals, bf16);
+    for (int r = 0; r < rows; r++) x->total[r] = OP(sum)(s->total[r]);
+}
+
+INLINE void OP(attend_item)(const struct attention *a, const struct item *item, const int head,
+                            const char *following, struct OP(scratch) *s, const int bf16) {
+    const int grouped = a->num_heads / a->num_kv_heads, rows = item->num_queries * grouped;
+    const int width = padded(a->head_dim);
+    const int64_t size = tile_bytes(a->head_dim, bf16), element = bf16 ? 2 : 4;
+    const char *pool = a->pool + head * size * a->tiles_per_block;
+    const int32_t *tokens = a->tokens + item->token;
+    for (int r = 0; r < rows; r++) {
+        const int64_t first = tokens[r / grouped] * a->query_stride
+                              + ((int64_t)head * grouped + r % grouped) * a->head_dim;
+        memcpy(s->query[r], a->query + first * element, (size_t)(a->head_dim * element));
+    }
+    const struct tile *tile = a->tiles + item->tile, *end = tile + item->num_tiles;
+    const struct tile *seen = tile + (OP(first_tile)(a, item) - tile) / CHUNK * CHUNK;
+    const int whole = a->queries[tokens[0]].num_parts == 0, joined = item->cell % CELLS == 0;
+    /* The first split's softmax becomes that over all, the first cell's that of its split. */
+    struct OP(softmax) *split = &s->all;
+    int part = item->part;
+    for (int cell = item->cell; tile < end; cell++) {
+        const struct tile *stop = MIN(tile + CELL, end);
+        const int opens = cell % CELLS == 0, closes = cell % CELLS == CELLS - 1 || stop == end;
+        struct OP(softmax) *x = opens || !joined ? split : &s->cell;
+        OP(attend_tiles)(a, item, rows, pool, MAX(tile, seen), stop, end, following, s, x, bf16);
+        tile = stop;
+        if (x != split) OP(add_softmax)(split, rows, width, x);
+        if (!whole && (closes || !joined))
+            OP(store_parts)(a, tokens, head, rows, part++, joined, split);
+        if (!whole || !closes) continue;
+        if (split != &s->all) OP(add_softmax)(&s->all, rows, width, split);
+        split = &s->split;
+    }
+    if (whole) {
+        OP(write_rows)(a, tokens, head, rows, &s->all, bf16);
         return;
     }
-    float *part = (float *)a->partial;
-    part += ((int64_t)item->partial * a->num_kv_heads + (int64_t)head * rows) * (width + 2);
-    for (int r = 0; r < rows; r++, part += width + 2) {
-        memcpy(part, s->sums[r], (size_t)width * sizeof(float));
-        part[width] = s->top[r];
-        part[width + 1] = totals[r];
-    }
-    int32_t *unfinished = a->unfinished + (int64_t)item->group * a->num_kv_heads + head;
-    if (__atomic_sub_fetch(unfinished, 1, __ATOMIC_ACQ_REL) == 0) {
-        OP(merge)(a, item, head, rows, s, bf16); /* the last one to finish sees all parts */
-        *unfinished = item->num_splits;
+    for (int i = 0; i < item->num_queries; i++) {
+        int32_t *unfinished = a->unfinished + (int64_t)tokens[i] * a->num_kv_heads + head;
+        if (__atomic_sub_fetch(unfinished, part - item->part, __ATOMIC_ACQ_REL) > 0) continue;
+        OP(merge)(a, tokens[i], head, s, bf16); /* the last one to come sees all parts */
+        *unfinished = a->queries[tokens[i]].num_parts;
     }
 }
 

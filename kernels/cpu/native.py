@@ -15,9 +15,10 @@ import contextlib
 import ctypes
 import functools
 import importlib.machinery
+import itertools
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..paging import PagedBatch
+from ..sharing import SharedRun
 
 __all__ = [
     "LEVELS",
@@ -58,6 +60,39 @@ class _Machine(ctypes.Structure):
     _fields_: ClassVar = [("fork", c_void_p), ("level", c_int32)]
 
 
+class _Sequences(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("count", c_int64),
+        ("max_blocks", c_int64),
+        ("block_size", c_int64),
+        ("num_kv_heads", c_int64),
+        ("grouped", c_int64),
+        ("query_starts", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("block_starts", c_void_p),
+        ("num_runs", c_int64),
+        ("run_rows", c_void_p),
+        ("run_starts", c_void_p),
+        ("run_ends", c_void_p),
+    ]
+
+
+class _Plan(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("tiles", c_void_p),
+        ("items", c_void_p),
+        ("tokens", c_void_p),
+        ("queries", c_void_p),
+        ("unfinished", c_void_p),
+        ("first_tiles", c_void_p),
+        ("cells", c_void_p),
+        ("parts", c_void_p),
+        ("num_items", c_int64),
+        ("num_parts", c_int64),
+    ]
+
+
 class _Attention(ctypes.Structure):
     _fields_: ClassVar = [
         ("next", c_int64),
@@ -65,12 +100,15 @@ class _Attention(ctypes.Structure):
         ("total", c_int64),
         ("tiles", c_void_p),
         ("items", c_void_p),
+        ("tokens", c_void_p),
+        ("queries", c_void_p),
         ("num_heads", c_int32),
         ("num_kv_heads", c_int32),
         ("head_dim", c_int32),
         ("tiles_per_block", c_int32),
         ("scale", c_float),
         ("window", c_int32),
+        ("longest", c_int32),
         ("partial", c_void_p),
         ("unfinished", c_void_p),
         ("query", c_void_p),
@@ -124,7 +162,7 @@ class _Step(ctypes.Structure):
 
 _V, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 _SIGNATURES: dict[str, list[Any]] = {
-    "plan_attention": [_L] * 5 + [_V] * 8,
+    "plan_attention": [_V, _V],
     "attend": [_V, _L, _I, _V],
     "rope_and_store": [_V, _L, _I, _L, _I, _I, _I, _I, _V, _V, _V, _L, _V, _V, _F, _V, _V, _V],
     "rms_norm": [_V, _L, _I, _L, _L, _V, _V, _V, _F, _V, _V],
@@ -132,7 +170,7 @@ _SIGNATURES: dict[str, list[Any]] = {
     "linear": [_V, _L, _I, _L, _L, _L, _V, _L, _V, _V, _V, _I],
     "pack_weight": [_I, _L, _L, _V, _V],
     "unpack_rows": [_I, _L, _L, _V, _V, _V],
-    "forward": [_V, _L, _I, _V, _V, _L, _V, _V],
+    "forward": [_V, _L, _I, _V, _V, _L, _V, _V, _V],
 }
 
 
@@ -176,11 +214,28 @@ class NativeAttention:
     """Attention of one step over pools that hold its keys and values already. Made once a step,
     called once a layer; see `NativeOps.plan_attention`."""
 
-    def __init__(self, ops: NativeOps, job: _Attention, bf16: int, kept: list[Tensor]) -> None:
-        self.job = job
+    def __init__(
+        self,
+        ops: NativeOps,
+        dtype: torch.dtype,
+        batch: PagedBatch,
+        plan: Callable[[Sequence[SharedRun]], tuple[_Attention, list[Tensor]]],
+    ) -> None:
         self._ops = ops
-        self._bf16 = bf16
-        self._kept = kept  # what the job's addresses point to
+        self._bf16 = dtype is torch.bfloat16
+        self._plan = plan
+        self._longest = max(batch.seq_lens)
+        # With each job, what its addresses point to.
+        self._job = plan(batch.shared_runs)
+        self._windowed = None if batch.shared_runs else self._job
+
+    def job(self, window: int | None = None) -> _Attention:
+        """The plan for layers with this window: shared runs are for those that see all of it."""
+        if window is None or window >= self._longest:
+            return self._job[0]
+        if self._windowed is None:
+            self._windowed = self._plan(())
+        return self._windowed[0]
 
     def __call__(self, query: Tensor, pool: Tensor, *, window: int | None = None) -> Tensor:
         """Attention output, `[T, num_heads, head_dim]`.
@@ -191,7 +246,7 @@ class NativeAttention:
         if query.stride(2) != 1 or query.stride(1) != query.shape[2]:
             query = query.contiguous()
         output = torch.empty(query.shape, dtype=query.dtype)
-        job = self.job
+        job = self.job(window)
         job.query, job.query_stride = query.data_ptr(), query.stride(0)
         job.output, job.pool = output.data_ptr(), pool.data_ptr()
         job.window = _NO_WINDOW if window is None else window
@@ -361,57 +416,107 @@ class NativeOps:
 
         :param scale: factor of the scores, usually 1 / sqrt(head_dim).
         """
+
+        def plan(runs: Sequence[SharedRun]) -> tuple[_Attention, list[Tensor]]:
+            return self._plan_attention(
+                batch, runs, block_size, num_heads, num_kv_heads, head_dim, scale
+            )
+
+        return NativeAttention(self, dtype, batch, plan)
+
+    def _plan_attention(
+        self,
+        batch: PagedBatch,
+        runs: Sequence[SharedRun],
+        block_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+    ) -> tuple[_Attention, list[Tensor]]:
+        """The job of a layer, and the memory that it refers to."""
+        tables, starts = batch.block_tables.contiguous(), batch.block_starts.contiguous()
+        num_sequences, max_blocks = tables.shape
+        num_tokens = batch.query_starts[-1]
+        run_rows = torch.tensor([row for run in runs for row in run.rows], dtype=torch.int64)
+        sizes = itertools.accumulate((len(run.rows) for run in runs), initial=0)
+        run_starts = torch.tensor(list(sizes))
+        run_ends = torch.tensor([run.last for run in runs], dtype=torch.int64)
         query_starts = torch.tensor(batch.query_starts)
         seq_lens = torch.tensor(batch.seq_lens)
-        num_sequences, max_blocks = batch.block_tables.shape
+        sequences = _Sequences(
+            count=num_sequences,
+            max_blocks=max_blocks,
+            block_size=block_size,
+            num_kv_heads=num_kv_heads,
+            grouped=num_heads // num_kv_heads,
+            query_starts=query_starts.data_ptr(),
+            seq_lens=seq_lens.data_ptr(),
+            block_tables=tables.data_ptr(),
+            block_starts=starts.data_ptr(),
+            num_runs=len(runs),
+            run_rows=run_rows.data_ptr(),
+            run_starts=run_starts.data_ptr(),
+            run_ends=run_ends.data_ptr(),
+        )
         tiles_per_block = -(-block_size // _TILE)
         most_tiles = num_sequences * max_blocks * tiles_per_block
-        most_items = batch.query_starts[-1] + num_sequences + most_tiles // _SPLIT
+        # A sequence, and a run for each of its rows, may begin and end within a split.
+        most_items = num_tokens + 2 * num_sequences + most_tiles // _SPLIT
+        for run in runs:
+            pieces = (run.last - run.first) * tiles_per_block // _SPLIT + 2
+            most_items += len(run.rows) * pieces
         tiles = torch.empty(most_tiles, 3, dtype=torch.int32)
-        items = torch.empty(most_items, 9, dtype=torch.int32)
-        unfinished = torch.empty(num_sequences * num_kv_heads, dtype=torch.int32)
-        counts = torch.empty(2, dtype=torch.int64)
-        tables, starts = batch.block_tables.contiguous(), batch.block_starts.contiguous()
-        self._library.plan_attention(
-            num_sequences,
-            max_blocks,
-            block_size,
-            num_kv_heads,
-            num_heads // num_kv_heads,
-            query_starts.data_ptr(),
-            seq_lens.data_ptr(),
-            tables.data_ptr(),
-            starts.data_ptr(),
-            tiles.data_ptr(),
-            items.data_ptr(),
-            unfinished.data_ptr(),
-            counts.data_ptr(),
+        items = torch.empty(most_items, 8, dtype=torch.int32)
+        tokens = torch.empty(num_tokens + len(run_rows), dtype=torch.int32)
+        queries = torch.empty(num_tokens, 2, dtype=torch.int32)
+        unfinished = torch.empty(num_tokens * num_kv_heads, dtype=torch.int32)
+        room = torch.empty(3, num_sequences + 1, dtype=torch.int64)
+        plan = _Plan(
+            tiles=tiles.data_ptr(),
+            items=items.data_ptr(),
+            tokens=tokens.data_ptr(),
+            queries=queries.data_ptr(),
+            unfinished=unfinished.data_ptr(),
+            first_tiles=room[0].data_ptr(),
+            cells=room[1].data_ptr(),
+            parts=room[2].data_ptr(),
         )
-        num_items, num_partials = counts.tolist()
+        self._library.plan_attention(ctypes.addressof(sequences), ctypes.addressof(plan))
         width = -(-head_dim // 16) * 16
-        partial = torch.empty(num_partials * num_kv_heads * (width + 2))
+        record = num_heads // num_kv_heads * (width + 2) + 1
+        partial = torch.empty(plan.num_parts * num_kv_heads * record + _TILE)
         job = _Attention(
             tiles=tiles.data_ptr(),
             items=items.data_ptr(),
-            total=num_items * num_kv_heads,
+            tokens=tokens.data_ptr(),
+            queries=queries.data_ptr(),
+            total=plan.num_items * num_kv_heads,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             tiles_per_block=tiles_per_block,
             scale=scale,
             window=_NO_WINDOW,
+            longest=max(batch.seq_lens),
             partial=partial.data_ptr(),
             unfinished=unfinished.data_ptr(),
         )
-        return NativeAttention(
-            self, job, dtype is torch.bfloat16, [tiles, items, partial, unfinished]
-        )
+        return job, [tiles, items, tokens, queries, partial, unfinished]
 
     def attend(self, bf16: int, job: _Attention) -> None:
         """Run one layer of a plan; `NativeAttention` calls it."""
         self._library.attend(self._address, torch.get_num_threads(), bf16, ctypes.addressof(job))
 
-    def forward(self, bf16: int, step: _Step, layers: Any, job: _Attention, room: Tensor) -> None:
+    def forward(
+        self,
+        bf16: int,
+        step: _Step,
+        layers: Any,
+        job: _Attention,
+        windowed: _Attention,
+        room: Tensor,
+    ) -> None:
         """Run a decoder's step; `NativeDecoder` calls it."""
         self._library.forward(
             self._address,
@@ -421,6 +526,7 @@ class NativeOps:
             ctypes.addressof(layers),
             len(layers),
             ctypes.addressof(job),
+            ctypes.addressof(windowed),
             room.data_ptr(),
         )
 
@@ -568,6 +674,8 @@ class NativeDecoder:
         self._dtype = norm.dtype
         self._kept = list(layers), norm  # what the addresses below point to
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
+        windows = [layer.window for layer in layers if layer.window is not None]
+        self._window = min(windows, default=None)
         inner_size, q_size = first.down.in_features, first.output.in_features
         self._widths = {
             "delta": len(norm),
@@ -607,7 +715,12 @@ class NativeDecoder:
                 room = self._room[name] = torch.empty(num_tokens * width, dtype=self._dtype)
             setattr(step, name, room.data_ptr())
         self._ops.forward(
-            self._dtype is torch.bfloat16, step, self._layers, attention.job, self._program
+            self._dtype is torch.bfloat16,
+            step,
+            self._layers,
+            attention.job(),
+            attention.job(self._window),
+            self._program,
         )
         return normed
 
