@@ -29,7 +29,7 @@ from .handoff import Mailbox, current_event_loop, run_in
 from .loading import LoadedModel, ModelSource, PretrainedModel, log_opened
 from .outputs import Completion
 from .pins import Pin
-from .probe import PrefixProbe
+from .probe import PrefixProbe, SegmentKeys
 from .prompt import PromptLike, TokenizedPrompt
 from .request import Request, Timeline
 from .sampling import SamplingParams
@@ -154,6 +154,7 @@ class Engine:
         self._encoders = ThreadPoolExecutor(
             config.num_tokenizers, thread_name_prefix="ragserve tokenizer"
         )
+        self._segment_keys = SegmentKeys(config.block_size)
         self._mailboxes: weakref.WeakValueDictionary[object, Mailbox] = (
             weakref.WeakValueDictionary()
         )
@@ -381,11 +382,13 @@ class Engine:
     def probe(self, namespace: str = "") -> PrefixProbe:
         """Look what of a prompt is cached, before it is made; from any thread."""
         pool, tiers = self._core.pool, self._core.tiers
+        is_cached = pool.__contains__
+        if tiers is not None:
 
-        def is_cached(key: BlockKey) -> bool:
-            return key in pool or (tiers is not None and key in tiers)
+            def is_cached(key: BlockKey) -> bool:
+                return key in pool or key in tiers
 
-        return PrefixProbe(is_cached, self.config.block_size, namespace)
+        return PrefixProbe(is_cached, self.config.block_size, namespace, self._segment_keys)
 
     # -- looking at it --------------------------------------------------------------------
 

@@ -110,13 +110,14 @@ class IdleBlocks:
                     taken.append(block)
             if not blocks:
                 del levels[level]
-        for rest in (self._spared, levels.get(_PINNED, {})):
+        pinned = levels.get(_PINNED, OrderedDict())
+        for rest in (self._spared, pinned):
             last = list(islice(rest, count - len(taken)))
             for block in last:
                 del rest[block]
             taken += last
-        if not levels.get(_PINNED, True):
-            del levels[_PINNED]
+        if not pinned:
+            levels.pop(_PINNED, None)
         for block in taken:
             del self._level_of[block]
         return taken

@@ -326,7 +326,8 @@ _KEEP_ANSWER = Keep(Retention.ANSWER)
 
 def _segments(prompt: TokenizedPrompt) -> tuple[PromptSegment, ...]:
     lengths = prompt.segment_lengths
-    kinds: tuple[SegmentKind, ...] = prompt.kinds or ("turn",) * len(lengths)
+    turns: tuple[SegmentKind, ...] = tuple("turn" for _ in lengths)
+    kinds = prompt.kinds or turns
     retentions = prompt.retentions or (None,) * len(lengths)
     seconds = prompt.retention_seconds or (None,) * len(lengths)
     segments: list[PromptSegment] = []

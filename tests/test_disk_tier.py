@@ -466,6 +466,7 @@ def test_asked_from_other_threads_meanwhile(tmp_path: Path) -> None:
                 wrong.append("a key was missed, or made up")
             if tier.statistics().blocks > 16:
                 wrong.append(tier.statistics())
+            time.sleep(0.0002)  # without it the others hardly come to hold the interpreter
 
     threads = [threading.Thread(target=ask) for _ in range(2)]
     for thread in threads:

@@ -112,7 +112,7 @@ def test_script(model: Path, embedder: Path) -> None:
     best = ("hours", "returns", "delivery")
     for question, document in zip(script.QUESTIONS, best, strict=True):
         answer = out.partition(f"\n{question}\n")[2].partition("RagTimings(embedding=")[0]
-        assert f"\n  [1] {document}, score 0." in answer
+        assert f"] {document}, score 0." in answer
         assert "\n  [2] " in answer
         assert re.search(r"\n  Usage\(prompt_tokens=\d+, completion_tokens=\d+, ", answer)
     assert "ready [running 0, waiting 0 | blocks 0/" in out

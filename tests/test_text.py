@@ -596,7 +596,7 @@ def test_tokenized_prompts_pass_through() -> None:
     prompt = TokenizedPrompt([3, 4, 5], (2, 1), (Retention.SYSTEM, Retention.ANSWER))
     assert BYTE_LEVEL.tokenize(prompt) is prompt
     filled = BYTE_LEVEL.tokenize(TokenizedPrompt([3, 4, 5], (2, 1)))
-    assert filled.retentions == (Retention.ANSWER, Retention.ANSWER)
+    assert filled.retentions == ()
 
 
 def test_chat_template() -> None:

@@ -21,7 +21,7 @@ from chromium import PATIENCE, Browser, Page, find_chromium
 from opentelemetry.sdk.trace import TracerProvider
 from servers import ServerThread
 
-from ragserve import Chunk, Engine, FaissIndex, RagPipeline, SamplingParams
+from ragserve import Chunk, Engine, FaissIndex, PromptTemplate, RagPipeline, SamplingParams
 from ragserve.testing import EOS, ScriptedModel
 
 WEBAPP = Path(__file__).parents[1] / "examples" / "webapp" / "app.py"
@@ -107,6 +107,7 @@ def served(
             yield RagPipeline(
                 engine=engine,
                 index=index,
+                template=PromptTemplate(order="relevance"),
                 top_k=2,
                 params=SamplingParams(max_tokens=3000),
                 tracer_provider=TracerProvider(),
