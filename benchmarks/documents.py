@@ -62,6 +62,11 @@ from documents_served import (  # noqa: E402
 from page import write_part  # noqa: E402
 
 PARTS = ("scripted", "tier", "served", "again", "unshared")
+SERVED_CASES = (
+    *("1.0:0.25:8", "1.0:0.25:1", "1.0:0.25:32"),
+    *("0.8:0.25:8", "1.3:0.25:8", "1.0:0.1:8", "1.0:1.0:8"),
+)
+"""Zipf's exponent, pool as a share of the corpus' KV, concurrency."""
 CANONICAL = next(policy for policy in POLICIES if policy.name == "canonical")
 WITH_TIER = replace(OURS, name="cache_aware, tier", tier=True)
 SERVED = (OFF, PLAIN, CANONICAL, OURS, replace(OURS, name="cache_aware, disk", tier=True))
@@ -244,28 +249,28 @@ class Seen:
 
 
 def served(args: argparse.Namespace, folder: Path) -> str:
-    """Every engine and policy at every concurrency."""
+    """Every engine and policy in every case; peers where the pool is that of the first case."""
     from ragserve.engine import Tokenizer
 
     tokenizer = Tokenizer.load(args.model)
     ours = _ours(args)
-    pool_tokens = pool_blocks(args.served_pool, args.documents) * BLOCK_SIZE
-    peers = _peers(args, pool_tokens)
+    first_pool = args.served[0][1]
+    peers = _peers(args, pool_blocks(first_pool, args.documents) * BLOCK_SIZE)
     lines = [
-        f"Served (Zipf {args.served_zipf}, pool {args.served_pool:.0%} of the corpus' KV, "
-        f"{args.served_warm} questions to fill the cache and {args.served_questions} that count):",
+        f"Served ({args.served_warm} questions to fill the cache and {args.served_questions} that "
+        "count):",
         "",
-        "| conc. | engine | computed tokens of a question | of plain | TTFT p50 / p95 ms "
-        "| p50, p95 of plain | others' cores |",
-        "|---|---|---|---|---|---|---|",
+        "| Zipf | pool | conc. | engine | computed tokens of a question | of plain "
+        "| TTFT p50 / p95 ms | p50, p95 of plain | others' cores |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     try:
-        for concurrency in args.served_concurrency:
+        for number, (zipf, pool, concurrency) in enumerate(args.served):
             order = Order(
                 work="questions",
                 policy=PLAIN,
-                zipf=args.served_zipf,
-                pool=args.served_pool,
+                zipf=zipf,
+                pool=pool,
                 concurrency=concurrency,
                 documents=args.documents,
                 questions=args.served_warm + args.served_questions,
@@ -273,7 +278,7 @@ def served(args: argparse.Namespace, folder: Path) -> str:
                 seed=args.seed,
             )
             requests = peer_requests(order, tokenizer)
-            file = folder / f"requests-{concurrency}.json"
+            file = folder / f"requests-{number}.json"
             file.write_text(json.dumps(requests))
             counted = requests[order.warm :]
             length = sum(len(r["prompt"]) for r in counted) / len(counted)
@@ -281,30 +286,34 @@ def served(args: argparse.Namespace, folder: Path) -> str:
             for policy in SERVED:
                 answer, others = ours.ask(asdict(replace(order, policy=policy)))
                 rows[f"ragserve, {policy.name}"] = Seen.of(answer["seen"], length, others)
-                _note(f"{concurrency} {policy.name}: {rows[f'ragserve, {policy.name}']}")
+                where = f"zipf {zipf} pool {pool} conc. {concurrency}"
+                _note(f"{where} {policy.name}: {rows[f'ragserve, {policy.name}']}")
                 if policy.tier:
                     _note(f"tiers: {answer['tiers']}")
-            for peer in peers:
+            for peer in peers if pool == first_pool else ():
                 answer, others = peer.ask(
                     {"file": str(file), "concurrency": concurrency, "warm": order.warm}
                 )
                 rows[peer.version] = Seen.of(answer["seen"], length, others)
-                _note(f"{concurrency} {peer.version}: {rows[peer.version]}")
+                _note(f"{where} {peer.version}: {rows[peer.version]}")
             plain = rows[f"ragserve, {PLAIN.name}"]
-            lines += [_served_row(concurrency, name, seen, plain) for name, seen in rows.items()]
+            case = f"| {zipf} | {pool:.0%} | {concurrency} |"
+            new = [f"{case} {_served_row(name, seen, plain)}" for name, seen in rows.items()]
+            _note("\n".join(new))
+            lines += new
     finally:
         for worker in (ours, *peers):
             worker.close()
     return "\n".join(lines)
 
 
-def _served_row(concurrency: int, name: str, seen: Seen, plain: Seen) -> str:
+def _served_row(name: str, seen: Seen, plain: Seen) -> str:
     computed = "–" if seen.computed is None else f"{seen.computed:.0f}"
     of_plain = "–"
     if seen.computed is not None and plain.computed:
         of_plain = f"{seen.computed / plain.computed:.2f}"
     return (
-        f"| {concurrency} | {name} | {computed} | {of_plain} "
+        f"{name} | {computed} | {of_plain} "
         f"| {seen.ttft_p50:.0f} / {seen.ttft_p95:.0f} "
         f"| {seen.ttft_p50 / plain.ttft_p50:.2f}, {seen.ttft_p95 / plain.ttft_p95:.2f} "
         f"| {seen.others:.2f} |"
@@ -439,6 +448,11 @@ def _note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _served_case(text: str) -> tuple[float, float, int]:
+    zipf, pool, concurrency = text.split(":")
+    return float(zipf), float(pool), int(concurrency)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
@@ -456,11 +470,15 @@ def parse() -> argparse.Namespace:
     group.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     group.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     group.add_argument("--repeat", type=int, default=5)
-    group.add_argument("--served-zipf", type=float, default=1.0)
-    group.add_argument("--served-pool", type=float, default=0.25)
-    group.add_argument("--served-concurrency", nargs="+", type=int, default=[1, 8, 32])
-    group.add_argument("--served-questions", type=int, default=96)
-    group.add_argument("--served-warm", type=int, default=96)
+    group.add_argument(
+        "--served",
+        nargs="+",
+        type=_served_case,
+        default=[_served_case(case) for case in SERVED_CASES],
+        metavar="ZIPF:POOL:CONCURRENCY",
+    )
+    group.add_argument("--served-questions", type=int, default=48)
+    group.add_argument("--served-warm", type=int, default=48)
     group.add_argument("--vllm", help="Python of a venv with vLLM")
     group.add_argument("--vllm-preload", help="libraries for its LD_PRELOAD, as it recommends")
     group.add_argument("--openvino", help="Python of a venv with OpenVINO GenAI")
