@@ -308,8 +308,8 @@ class RagPipeline:
     ) -> int:
         """Compute, ahead of questions, the system prompt with each document as the first one.
 
-        With neither `chunks` nor `top`, the system prompt alone. Runs when the engine has nothing
-        else to do; what is cached already is not computed again.
+        With neither `chunks` nor `top`, the system prompt alone. Requests of the usual priorities
+        go first; what is cached already is not computed again.
 
         :param chunks: the documents.
         :param top: so many documents too, those that answers in the namespace were given most
