@@ -26,9 +26,9 @@ from ragserve.engine import (
     StepResult,
     TokenizedPrompt,
 )
-from ragserve.engine.block_pool import BlockPool
+from ragserve.engine.block_pool import BlockKey, BlockPool
 from ragserve.engine.host_tier import HostTier
-from ragserve.engine.probe import PrefixProbe
+from ragserve.engine.probe import PrefixProbe, SegmentKeys
 from ragserve.engine.tiers import Tiers
 from ragserve.ordering import DocumentOrder, Popularity, order_documents
 
@@ -166,11 +166,11 @@ class _Desk:
         is_cached = self._pool.__contains__
         if tiers is not None:
             behind = tiers.__contains__
-            self._probe = PrefixProbe(
-                lambda key: is_cached(key) or behind(key), BLOCK_SIZE, namespace=""
-            )
-        else:
-            self._probe = PrefixProbe(is_cached, BLOCK_SIZE, namespace="")
+
+            def is_cached(key: BlockKey) -> bool:
+                return key in self._pool or behind(key)
+
+        self._probe = PrefixProbe(is_cached, BLOCK_SIZE, "", SegmentKeys(BLOCK_SIZE))
         self._count = itertools.count()
         self.reset()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any
@@ -356,7 +357,7 @@ def with_bos(chat_template: str | None = "") -> Tokenizer:
     """A byte tokenizer that adds BOS to text, as Llama's does."""
     from tokenizers.processors import TemplateProcessing
 
-    hf = byte_tokenizer()
+    hf = copy.deepcopy(byte_tokenizer())  # it is shared by all tests
     backend = hf.backend_tokenizer
     backend.post_processor = TemplateProcessing(
         single="<|begin|> $A", special_tokens=[("<|begin|>", 257)]
