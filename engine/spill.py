@@ -113,7 +113,7 @@ class Spill:
         blocks = [
             block
             for block in pool.next_victims(_CANDIDATES)
-            if self._is_worth_saving(block)
+            if self._is_worth_saving(block, store)
             and (key := pool.key_of(block)) is not None
             and key not in store
         ]
@@ -134,8 +134,9 @@ class Spill:
             transfers.append(self._tiers.save(store, keys, part, self._pool.hold(part)))
         return transfers
 
-    def _is_worth_saving(self, block: int) -> bool:
+    def _is_worth_saving(self, block: int, store: BlockStore) -> bool:
+        # Copies to the host's memory cost next to nothing, and other questions will need the
+        # document; a disk is slower, and wears.
+        always = Retention.DOCUMENT if store.name == "host" else Retention.SYSTEM
         pool = self._pool
-        return (
-            pool.score_of(block) >= _MIN_SCORE or pool.keep_of(block).retention >= Retention.SYSTEM
-        )
+        return pool.score_of(block) >= _MIN_SCORE or pool.keep_of(block).retention >= always

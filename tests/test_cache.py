@@ -555,12 +555,24 @@ def test_what_was_found_comes_back_from_a_tier() -> None:
     rig.close()
 
 
-def test_what_nobody_found_is_not_moved() -> None:
-    shelf = Shelf()
+@pytest.mark.parametrize(
+    ("name", "kind", "moves"),
+    [
+        ("host", "turn", False),
+        ("host", "document", True),
+        ("disk", "document", False),
+        ("disk", "system", True),
+    ],
+)
+def test_what_nobody_found_again_moves_where_that_is_likely_to_be_of_use(
+    name: TierName, kind: str, moves: bool
+) -> None:
+    shelf = Shelf(name)
     rig = Rig(24, shelf, max_model_len=320)
-    fill(rig, 30)
+    for number in range(30):
+        rig.run(rig.add([number] * 100, kinds=[kind]))
     rig.settle()
-    assert shelf.saved == 0
+    assert (shelf.saved > 0) is moves
     rig.close()
 
 
