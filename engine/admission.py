@@ -11,7 +11,7 @@ __all__ = ["MAX_OVERTAKEN", "Admission"]
 
 _WINDOW = 32
 """Requests at the head of the queue that are compared: bounds the time that it takes."""
-MAX_OVERTAKEN = 16
+MAX_OVERTAKEN = 4
 """A request that so many later ones were started before is the next, whatever they find."""
 _PRESSURE = 4
 """Blocks are spared for who waits once less than one in so many is free."""
