@@ -10,6 +10,7 @@ import itertools
 import random
 import statistics
 import time
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -138,7 +139,7 @@ class _Desk:
         self._policy = policy
         rng = random.Random(case.seed)
         ids = iter(lambda: rng.randrange(1 << 15), -1)
-        self._system = list(itertools.islice(ids, SYSTEM_TOKENS))
+        self._system = array("I", itertools.islice(ids, SYSTEM_TOKENS))
         # A document's first tokens are its number in the prompt.
         self._numbers = [list(itertools.islice(ids, 4)) for _ in range(8)]
         self._documents = [
@@ -172,6 +173,7 @@ class _Desk:
 
         self._probe = PrefixProbe(is_cached, BLOCK_SIZE, "", SegmentKeys(BLOCK_SIZE))
         self._count = itertools.count()
+        self._segments: dict[tuple[int, int], array[int]] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -232,7 +234,7 @@ class _Desk:
             tokens=lambda index, place: self._segment(chosen[index], place),
         )
         self._order_ns.append(clock() - before)
-        segments = [self._system]
+        segments: list[Sequence[int]] = [self._system]
         segments += [self._segment(chosen[index], place) for place, index in enumerate(order, 1)]
         segments.append(list(itertools.islice(self._ids, QUESTION_TOKENS)))
         documents: list[SegmentKind] = ["document"] * len(order)
@@ -253,8 +255,13 @@ class _Desk:
         self.core.add(request)
         return clock() - before
 
-    def _segment(self, document: int, place: int) -> list[int]:
-        return self._numbers[place] + self._documents[document]
+    def _segment(self, document: int, place: int) -> array[int]:
+        """As a pipeline remembers them."""
+        known = self._segments.get((document, place))
+        if known is None:
+            known = array("I", self._numbers[place] + self._documents[document])
+            self._segments[document, place] = known
+        return known
 
 
 _PARAMS = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS, ignore_eos=True)
