@@ -668,19 +668,11 @@ class Scheduler:
     def _collect_loads(self, spill: Spill) -> None:
         """Let requests go on whose blocks have come, or will not."""
         for request, num_loaded, tier, counts in spill.collect():
-            first = request.num_published
-            for index in range(first, first + num_loaded):
-                self._pool.publish(
-                    request.blocks[index],
-                    request.keys[index],
-                    request.keep_of(index),
-                    self._cost(request, index),
-                )
-            self._withdraw(request, first + num_loaded)
-            self._note_published(request, first + num_loaded)
-            request.num_computed = request.layout.start(first + num_loaded)
+            there = request.num_published + num_loaded
+            request.num_computed = request.layout.start(there)
+            self._publish(request, request.num_computed)
             if not request.timeline.reuse:
-                self._note_reuse(request, first + num_loaded, counts, num_loaded, tier)
+                self._note_reuse(request, there, counts, num_loaded, tier)
             if request.prefill_only and request.num_computed == request.num_prompt_tokens:
                 self._complete.append(request)
 
