@@ -17,6 +17,7 @@ from .errors import (
     UnsupportedModelError,
 )
 from .handoff import current_event_loop, run_in
+from .limits import RequestLimits
 from .loading import LoadedModel, ModelSource, PretrainedModel
 from .outputs import (
     Choice,
@@ -57,6 +58,7 @@ __all__ = [
     "LLM",
     "Stream",
     "EngineConfig",
+    "RequestLimits",
     "SamplingParams",
     "Health",
     "Statistics",

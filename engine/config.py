@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from .errors import InvalidParamsError
+from .limits import RequestLimits
 
 __all__ = ["CachePolicy", "DType", "EngineConfig"]
 
@@ -91,6 +92,8 @@ class EngineConfig:
     """Most prompt tokens waiting to be started; None is no limit."""
     queue_timeout: float | None = None
     """Seconds a request may wait to be started; None is for ever."""
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    """Most that each field of a request may hold."""
     stream_interval: float = 0.020
     """Seconds between two deltas of a stream: what comes sooner is joined, so that a fast model
     does not spend the application's time on waking it for every token. A stream's first delta and
@@ -117,6 +120,8 @@ class EngineConfig:
             raise InvalidParamsError(
                 "trust_remote_code", True, "only False; code from a model's folder is never run"
             )
+        if not isinstance(self.limits, RequestLimits):
+            raise InvalidParamsError("limits", self.limits, "a RequestLimits")
         for name, low in (
             ("block_size", 1),
             ("max_num_seqs", 1),

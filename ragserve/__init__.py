@@ -48,6 +48,7 @@ if TYPE_CHECKING:
         QueueFullError,
         QueueTimeoutError,
         RagserveError,
+        RequestLimits,
         Retention,
         SamplingParams,
         Segment,
@@ -78,6 +79,7 @@ __all__ = [
     # the engine
     "Engine",
     "EngineConfig",
+    "RequestLimits",
     "LLM",
     "SamplingParams",
     "Stream",

@@ -1,0 +1,117 @@
+"""How much each field of a request may hold: one table, checked on every way in.
+
+Every check here is made before any work that grows with the field, and costs the same however
+large the field is, or at most the limit. The values are OpenAI's where OpenAI has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sized
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
+
+from .errors import InvalidParamsError
+
+if TYPE_CHECKING:
+    from .sampling import SamplingParams
+
+__all__ = ["RequestLimits"]
+
+
+def _limit(most: int, unit: str, parameter: str) -> int:
+    """A row of the table.
+
+    :param most: the default.
+    :param unit: what is counted.
+    :param parameter: the field of a request that it bounds.
+    """
+    value: int = field(default=most, metadata={"unit": unit, "parameter": parameter})
+    return value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """Most that each field of a request may hold. `EngineConfig(limits=RequestLimits(max_stop=16))`
+    changes one.
+
+    :raises InvalidParamsError: for a limit below 1, at construction.
+    """
+
+    max_stop: int = _limit(4, "strings", "stop")
+    max_stop_characters: int = _limit(256, "characters", "each string of stop")
+    max_stop_token_ids: int = _limit(128, "token ids", "stop_token_ids")
+    max_logit_bias: int = _limit(1024, "token ids", "logit_bias")
+    max_allowed_token_ids: int = _limit(16_384, "token ids", "allowed_token_ids")
+    max_bad_words: int = _limit(128, "strings", "bad_words")
+    max_bad_word_characters: int = _limit(256, "characters", "each string of bad_words")
+    max_messages: int = _limit(2048, "messages", "messages")
+    max_content_parts: int = _limit(2048, "parts", "content of each message")
+    max_prompts: int = _limit(2048, "prompts", "prompt of a text completion")
+    max_prompt_characters: int = _limit(
+        2_097_152, "characters", "a prompt's text, all parts together"
+    )
+    max_segments: int = _limit(1024, "segments", "a Prompt")
+    max_documents: int = _limit(256, "documents", "documents")
+    max_name_characters: int = _limit(
+        256, "characters", "each of namespace, request_id, model, a message's name, a document's id"
+    )
+
+    def __post_init__(self) -> None:
+        for row in fields(self):
+            value = getattr(self, row.name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise InvalidParamsError(row.name, value, "an integer of at least 1")
+
+    @classmethod
+    def table(cls) -> tuple[tuple[str, str, int, str], ...]:
+        """(limit, field that it bounds, default, unit) of every row, for documentation."""
+        return tuple(
+            (row.name, row.metadata["parameter"], row.default, row.metadata["unit"])
+            for row in fields(cls)
+        )
+
+    def check_count(self, parameter: str, value: Sized, limit: str) -> None:
+        """Check how many items, or characters, a field has. Looks at its length alone.
+
+        :param parameter: name of the field.
+        :param limit: name of the row that bounds it.
+        :raises InvalidParamsError: if it has more; names both numbers and the limit to raise.
+        """
+        most = getattr(self, limit)
+        if len(value) > most:
+            unit = type(self).__dataclass_fields__[limit].metadata["unit"]
+            raise InvalidParamsError(
+                parameter,
+                f"{len(value)} {unit}",
+                f"at most {most} {unit}; send fewer, or raise {limit} in EngineConfig.limits",
+            )
+
+    def check_strings(
+        self, parameter: str, values: Iterable[str] | None, count: str, characters: str
+    ) -> None:
+        """Check a field of several strings: first how many, then how long each one is.
+
+        :raises InvalidParamsError: if there are too many, or one is too long.
+        """
+        if values is None:
+            return
+        strings = (values,) if isinstance(values, str) else values
+        if isinstance(strings, Sized):
+            self.check_count(parameter, strings, count)
+        for string in strings:
+            if isinstance(string, str):
+                self.check_count(parameter, string, characters)
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Check every field of sampling parameters that has a size.
+
+        :raises InvalidParamsError: for the first that is too large.
+        """
+        self.check_strings("stop", params.stop, "max_stop", "max_stop_characters")
+        self.check_strings(
+            "bad_words", params.bad_words, "max_bad_words", "max_bad_word_characters"
+        )
+        for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+            value = getattr(params, name)
+            if value is not None:
+                self.check_count(name, value, f"max_{name}")
