@@ -7,6 +7,7 @@ from .engine import Engine, Health
 from .errors import (
     EngineClosedError,
     EngineDeadError,
+    EventLoopError,
     InvalidParamsError,
     ModelLoadError,
     OutOfMemoryError,
@@ -93,6 +94,7 @@ __all__ = [
     "RagserveError",
     "EngineClosedError",
     "EngineDeadError",
+    "EventLoopError",
     "InvalidParamsError",
     "ModelLoadError",
     "OutOfMemoryError",
