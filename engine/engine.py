@@ -20,7 +20,7 @@ import anyio.to_thread
 from .block_pool import BlockKey, BlockPool
 from .config import EngineConfig
 from .core import EngineCore
-from .driver import Driver, DriverState
+from .driver import Driver, DriverState, Place
 from .encoders import Encoders
 from .errors import EngineClosedError, EngineDeadError, InvalidParamsError
 from .handoff import Mailbox, current_event_loop, result_of
@@ -522,7 +522,6 @@ class Engine:
             partial(self._make_requests, call, request_id),
             self._mailbox,
             self.config.stream_interval,
-            num_choices=call.params.n,
             speculative=call.speculative,
         )
         self._streams[request_id] = stream
@@ -530,7 +529,7 @@ class Engine:
 
     async def _make_requests(
         self, call: Call, request_id: str, timeline: Timeline
-    ) -> list[Request]:
+    ) -> tuple[Place, list[Request]]:
         return await self._preparation.requests(call, request_id, timeline)
 
     def _mailbox(self) -> Mailbox:

@@ -107,10 +107,10 @@ class RequestLimits:
             case TokenizedPrompt():
                 self.check_count("segments", prompt.segment_lengths, "max_segments")
                 return len(prompt.token_ids)
-            case [Mapping(), *_]:
+            case list() | tuple() if prompt and isinstance(prompt[0], Mapping):
                 return self._check_messages(prompt)
             case Sequence():
-                return len(prompt)
+                return len(prompt)  # the items of a sequence of another kind may take their time
             case _:
                 return 0
 

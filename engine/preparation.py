@@ -17,7 +17,7 @@ import anyio
 
 from .block_pool import BlockKey, BlockLayout, block_keys
 from .config import EngineConfig
-from .driver import Driver
+from .driver import Driver, Place
 from .encoders import Encoders, Encoding
 from .errors import InvalidParamsError, PromptTooLongError, QueueTimeoutError
 from .loading import LoadedModel
@@ -101,21 +101,33 @@ class Preparation:
 
         return await self._work(prompt, namespace, work)
 
-    async def requests(self, call: Call, request_id: str, timeline: Timeline) -> list[Request]:
-        """Encode a prompt and make the choices of its request.
+    async def requests(
+        self, call: Call, request_id: str, timeline: Timeline
+    ) -> tuple[Place, list[Request]]:
+        """Take a place in the queue, encode a prompt, and make the choices of its request.
 
         :param timeline: with the time of arrival; gets that of the encoding.
+        :returns: the place, to be given to `Driver.submit` or `Driver.release`, and the choices.
         :raises InvalidParamsError: if it is no valid prompt, or larger than `config.limits`.
         :raises PromptTooLongError: if it leaves no room for an answer.
+        :raises QueueFullError: if too much waits already.
         :raises QueueTimeoutError: if it was not encoded within `config.queue_timeout`.
         """
+        self._driver.check_open()
+        # First what no other time would change.
         size = self._check_prompt(call.prompt) + sum(map(len, call.params.bad_words or ()))
-        return await self._encode(
-            call.namespace,
-            size,
-            timeline.arrived or time.monotonic_ns(),
-            lambda encoding: self._make(call, request_id, timeline, encoding),
-        )
+        place = self._driver.reserve(call.params.n, speculative=call.speculative)
+        try:
+            requests = await self._encode(
+                call.namespace,
+                size,
+                timeline.arrived or time.monotonic_ns(),
+                lambda encoding: self._make(call, request_id, timeline, encoding),
+            )
+        except BaseException:
+            self._driver.release(place)
+            raise
+        return place, requests
 
     def _check_prompt(self, prompt: PromptLike | TokenizedPrompt) -> int:
         """Check a prompt's size before any work that grows with it.
@@ -135,10 +147,11 @@ class Preparation:
         work: Callable[[Tokenizer], T],
     ) -> T:
         """Do what is no request, in a place of the queue all the same."""
+        self._driver.check_open()
         self._config.limits.check_name("namespace", namespace)
+        size, now = self._check_prompt(prompt), time.monotonic_ns()
         place = self._driver.reserve(0)
         try:
-            size, now = self._check_prompt(prompt), time.monotonic_ns()
             return await self._encode(
                 namespace, size, now, lambda encoding: work(self._tokenizer(encoding, None))
             )
@@ -149,7 +162,6 @@ class Preparation:
         self, namespace: str, size: int, arrived: int, work: Callable[[Encoding[T]], T]
     ) -> T:
         timeout = self._config.queue_timeout
-        self._driver.check_open()
         try:
             with anyio.move_on_after(timeout):
                 return await self.encoders.run(namespace, size, work)
@@ -261,7 +273,9 @@ def _num_known_tokens(prompt: PromptLike | TokenizedPrompt) -> int:
             return len(prompt.token_ids)
         case Prompt():
             return sum(len(segment.token_ids or ()) for segment in prompt.segments)
-        case str() | bytes() | bytearray() | [Mapping(), *_]:
+        case str() | bytes() | bytearray():
+            return 0
+        case list() | tuple() if prompt and isinstance(prompt[0], Mapping):
             return 0
         case Sequence():
             return len(prompt)

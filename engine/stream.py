@@ -68,11 +68,10 @@ class Stream:
         request_id: str,
         model: str,
         driver: Driver,
-        make_requests: Callable[[Timeline], Awaitable[list[Request]]],
+        make_requests: Callable[[Timeline], Awaitable[tuple[Place, list[Request]]]],
         make_mailbox: Callable[[], Mailbox],
         interval: float,
         *,
-        num_choices: int = 1,
         speculative: bool = False,
     ) -> None:
         self.request_id = request_id
@@ -81,7 +80,6 @@ class Stream:
         self.paused = False
         self._model = model
         self._driver = driver
-        self._num_choices = num_choices
         self._speculative = speculative
         self._make_requests = make_requests
         self._make_mailbox = make_mailbox
@@ -262,10 +260,9 @@ class Stream:
         place: Place | None = None
         requests: list[Request] = []
         try:
-            place = self._driver.reserve(self._num_choices, speculative=self._speculative)
             with anyio.CancelScope() as self._starting:
-                requests = await self._make_requests(self._timeline)
-            if self._closed:
+                place, requests = await self._make_requests(self._timeline)
+            if self._closed or place is None:
                 return
             self.mailbox = self._make_mailbox()
             self._received = [_Pending() for _ in requests]
