@@ -147,6 +147,7 @@ class RequestLimits:
                     self._check_number("messages", num_values, "max_message_values")
                     if isinstance(value, Mapping):
                         characters += sum(len(name) for name in value if isinstance(name, str))
+                        self._check_number("messages", characters, "max_prompt_characters")
                         below += value.values()
                     else:
                         below += value
@@ -206,6 +207,8 @@ def check_unicode(parameter: str, value: str) -> None:
 
     :raises InvalidParamsError: if it holds a lone surrogate.
     """
+    if value.isascii():
+        return
     try:
         value.encode()
     except UnicodeEncodeError as error:

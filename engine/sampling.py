@@ -25,9 +25,11 @@ MAX_LOGPROBS: Final = 20
 
 _MAX_N: Final = 128
 _MAX_TOKENS: Final = 2**31 - 1
-_MAX_ITEMS: Final = 2**18
-"""Of every list and mapping: as many as the largest vocabularies have tokens, and looked at in some
-10 ms. What an engine takes is bounded by its `RequestLimits`, mostly far below."""
+_MAX_IDS: Final = 2**18
+"""Of token ids in a list or mapping: as many as the largest vocabularies have."""
+_MAX_STRINGS: Final = 2**16
+"""Both are looked at in some 10 ms. What an engine takes is bounded by its `RequestLimits`, which
+are far below by default."""
 _GREEDY_BELOW: Final = 1e-5
 _INT64: Final = (-(2**63), 2**63 - 1)
 
@@ -37,8 +39,8 @@ class SamplingParams:
     """How to choose the tokens of one request, and when to stop.
 
     Containers are copied to immutable ones, numbers become plain `int` and `float`; the
-    caller's objects are never kept or changed. A container holds at most 262,144 items; how many
-    an engine takes is a matter of its `RequestLimits`.
+    caller's objects are never kept or changed. At most 262,144 token ids or
+    65,536 strings each; how many an engine takes is a matter of its `RequestLimits`.
 
     :param n: choices to generate, 1 to 128; they share the prompt's blocks.
     :param temperature: divides the logits, 0 to 100. Below 1e-5: greedy, the likeliest token.
@@ -208,23 +210,23 @@ def _number(name: str, value: object, low: float, high: float, *, open_low: bool
     raise InvalidParamsError(name, value, f"a finite number, {bound}")
 
 
-def _sequence(name: str, value: object, what: str) -> tuple[object, ...]:
+def _sequence(name: str, value: object, what: str, most: int) -> tuple[object, ...]:
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
         raise InvalidParamsError(name, value, f"a list or tuple of {what}, or None")
-    _check_size(name, value)
+    _check_size(name, value, most)
     return tuple(value)
 
 
-def _check_size(name: str, value: Sized) -> None:
-    if len(value) > _MAX_ITEMS:
-        raise InvalidParamsError(name, f"{len(value)} items", f"at most {_MAX_ITEMS} items")
+def _check_size(name: str, value: Sized, most: int) -> None:
+    if len(value) > most:
+        raise InvalidParamsError(name, f"{len(value)} items", f"at most {most} items")
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
     strings = []
-    for item in _sequence(name, value, "strings"):
+    for item in _sequence(name, value, "strings", _MAX_STRINGS):
         if not isinstance(item, str) or not item:
             raise InvalidParamsError(name, item, "strings of at least one character")
         check_unicode(name, item)
@@ -233,7 +235,7 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    items = _sequence(name, value, "token ids")
+    items = _sequence(name, value, "token ids", _MAX_IDS)
     # Mostly they are as they should be: two passes in C rather than a call for each.
     if set(map(type, items)) <= {int} and min(items, default=0) >= 0:  # type: ignore[type-var]
         return items  # type: ignore[return-value]
@@ -243,7 +245,7 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
 def _bias(value: object) -> Mapping[int, float]:
     if not isinstance(value, Mapping):
         raise InvalidParamsError("logit_bias", value, "a mapping of token ids to numbers, or None")
-    _check_size("logit_bias", value)
+    _check_size("logit_bias", value, _MAX_IDS)
     return MappingProxyType(
         {
             _integer("logit_bias", token_id, 0, note="a token id"): _number(
