@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from .errors import InvalidParamsError
 from .prompt import Prompt, Segment, TokenizedPrompt
@@ -69,7 +69,7 @@ class RequestLimits:
     def table(cls) -> tuple[tuple[str, str, int, str], ...]:
         """(limit, field that it bounds, default, unit) of every row, for documentation."""
         return tuple(
-            (row.name, row.metadata["parameter"], row.default, row.metadata["unit"])
+            (row.name, row.metadata["parameter"], cast("int", row.default), row.metadata["unit"])
             for row in fields(cls)
         )
 

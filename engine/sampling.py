@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from .errors import InvalidParamsError
 from .limits import check_unicode
@@ -237,8 +237,10 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
     items = _sequence(name, value, "token ids", _MAX_IDS)
     # Mostly they are as they should be: two passes in C rather than a call for each.
-    if set(map(type, items)) <= {int} and min(items, default=0) >= 0:  # type: ignore[type-var]
-        return items  # type: ignore[return-value]
+    if set(map(type, items)) <= {int}:
+        token_ids = cast("tuple[int, ...]", items)
+        if min(token_ids, default=0) >= 0:
+            return token_ids
     return tuple(_integer(name, item, 0, note="a token id") for item in items)
 
 
