@@ -137,6 +137,13 @@ async def test_tokenizing_takes_a_place_too(held: HeldIds) -> None:
         assert (await engine.tokenize("a")).token_ids == [97]
 
 
+async def test_warming_takes_no_more_places_than_there_are() -> None:
+    async with Engine.open(ScriptedModel("x"), max_queued_requests=1) as engine:
+        prompts = [[number] * 20 for number in range(6)]
+        assert await engine.warm(prompts) == 6 * 20
+        await check_idle(engine)
+
+
 async def test_waiting_for_the_tokenizer_has_the_queues_time_limit(held: HeldIds) -> None:
     async with Engine.open(
         ScriptedModel("x"), queue_timeout=0.1, max_queued_requests=2, **NO_TOKENIZER_FREE
