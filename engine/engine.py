@@ -251,7 +251,8 @@ class Engine:
             entering, if the prompt is not valid.
 
         Entering it raises, with nothing queued, PromptTooLongError, QueueFullError,
-        EngineClosedError or EngineDeadError.
+        QueueTimeoutError, EngineClosedError or EngineDeadError. The place in the queue is taken
+        before the prompt is encoded.
         """
         params = params if params is not None else SamplingParams()
         return self._stream(Call(prompt, params, priority, namespace), request_id)
@@ -530,6 +531,7 @@ class Engine:
     async def _make_requests(
         self, call: Call, request_id: str, timeline: Timeline
     ) -> tuple[Place, list[Request]]:
+        # A method, so that a stream keeps the engine alive.
         return await self._preparation.requests(call, request_id, timeline)
 
     def _mailbox(self) -> Mailbox:
