@@ -7,6 +7,7 @@ from .engine import Engine, Health
 from .errors import (
     EngineClosedError,
     EngineDeadError,
+    EventLoopError,
     InvalidParamsError,
     ModelLoadError,
     OutOfMemoryError,
@@ -16,7 +17,7 @@ from .errors import (
     RagserveError,
     UnsupportedModelError,
 )
-from .handoff import current_event_loop, run_in
+from .handoff import check_event_loop, current_event_loop, run_in
 from .limits import RequestLimits
 from .loading import LoadedModel, ModelSource, PretrainedModel
 from .outputs import (
@@ -93,6 +94,7 @@ __all__ = [
     "RagserveError",
     "EngineClosedError",
     "EngineDeadError",
+    "EventLoopError",
     "InvalidParamsError",
     "ModelLoadError",
     "OutOfMemoryError",
@@ -118,6 +120,7 @@ __all__ = [
     "Histogram",
     "Listeners",
     "cache_directory",
+    "check_event_loop",
     "current_event_loop",
     "run_in",
 ]

@@ -170,12 +170,12 @@ class EngineCore:
         now = time.monotonic_ns()
         updates = []
         for request in list(self.scheduler.waiting):
-            queued = request.timeline.queued
+            since = _waiting_since(request)
             # Of a request with choices the leader waits for all; another leads when it ends.
-            if request not in self.scheduler.queued or queued is None:
+            if request not in self.scheduler.queued or since is None:
                 continue
-            if now - queued >= limit * 1e9:
-                error = QueueTimeoutError((now - queued) / 1e9, limit)
+            if now - since >= limit * 1e9:
+                error = QueueTimeoutError((now - since) / 1e9, limit)
                 updates.append(self._end(request, "error", error=error))
         return updates
 
@@ -183,7 +183,7 @@ class EngineCore:
         """Seconds until `expire` has something to do; None if it never will."""
         if self.config.queue_timeout is None:
             return None
-        since = (request.timeline.queued for request in self.scheduler.queued)
+        since = map(_waiting_since, self.scheduler.queued)
         stamps = [stamp for stamp in since if stamp is not None]
         if not stamps:
             return None
@@ -313,6 +313,11 @@ class EngineCore:
                 request.finish_reason, reason, error = "error", "error", failure
         delta.finish_reason = reason
         return Update(request, delta, error)
+
+
+def _waiting_since(request: Request) -> int | None:
+    """Waiting for the tokenizer counts, too."""
+    return request.timeline.arrived or request.timeline.queued
 
 
 def _stop_reason(request: Request) -> str | int | None:

@@ -18,6 +18,7 @@ valid appear as U+FFFD, as many as the tokenizer's own decoder shows.
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
@@ -50,6 +51,10 @@ class _TextStream(Protocol):
 
     def finish(self) -> str:
         """What had been waiting and is text all the same; incomplete characters are not."""
+        ...
+
+    def twin(self) -> _TextStream:
+        """Another one at the same place in the same sequence."""
         ...
 
 
@@ -170,6 +175,9 @@ class _PieceStream:
         self._pending = b""
         return ""
 
+    def twin(self) -> _PieceStream:
+        return copy.copy(self)
+
 
 class _WindowStream:
     """For decoders that are not understood: decodes the last few tokens with and without new.
@@ -207,6 +215,11 @@ class _WindowStream:
 
     def finish(self) -> str:
         return self._decode(self._token_ids).rstrip(_REPLACEMENT)[len(self._shown) :]
+
+    def twin(self) -> _WindowStream:
+        other = copy.copy(self)
+        other._token_ids = [*self._token_ids]
+        return other
 
 
 class Detokenizer:
@@ -251,6 +264,16 @@ class Detokenizer:
         self._parts: list[str] = []
         self.stop_reason: str | None = None
         self.num_tokens = 0
+
+    def twin(self) -> Detokenizer:
+        """One for another answer to the same prompt, made of one that was given nothing yet.
+
+        They share what was made of the prompt and of the stop strings.
+        """
+        other = copy.copy(self)
+        other._stream = self._stream.twin()
+        other._parts = []
+        return other
 
     @property
     def text(self) -> str:

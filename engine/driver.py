@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias, TypeVar
 
 from .core import EngineCore, Update
@@ -22,7 +23,7 @@ from .handoff import Mailbox
 from .outputs import Delta
 from .request import Request
 
-__all__ = ["Driver", "DriverState", "Subscriber"]
+__all__ = ["Driver", "DriverState", "Place", "Subscriber"]
 
 T = TypeVar("T")
 
@@ -46,6 +47,19 @@ class Subscriber(Protocol):
     """Whether its requests wait for the consumer to read."""
 
 
+@dataclass(slots=True, eq=False)
+class Place:
+    """A request's place in the queue, from its arrival until the core has it or it is given up."""
+
+    num_requests: int
+    """That it counts for: 1, or 0 if it is speculative, for which no request is refused."""
+    num_sequences: int
+    """The choices that wait in it."""
+    num_tokens: int = 0
+    """Of the prompt, once they are known."""
+    submitted: bool = False
+
+
 class Driver:
     """Runs an `EngineCore` in a thread of its own. Every method may be called from any thread.
 
@@ -63,7 +77,8 @@ class Driver:
         self._state: DriverState = "ready"
         self._cause: BaseException | None = None
         self._terminated = self._over = False
-        self._num_submitted = self._num_submitted_tokens = 0
+        self._places: set[Place] = set()
+        """Of requests that the core does not have yet."""
         self._subscribers: dict[Request, weakref.ref[Subscriber]] = {}
         self._finish_interval = 1.0
         self._last_finish = time.monotonic()
@@ -92,7 +107,15 @@ class Driver:
     @property
     def num_queued(self) -> int:
         """Requests that have never been started."""
-        return self._core.scheduler.num_queued + self._num_submitted
+        with self._lock:
+            arriving = sum(place.num_requests for place in self._places)
+            return self._core.scheduler.num_queued + arriving
+
+    @property
+    def num_arriving(self) -> int:
+        """Sequences that wait for their prompt to be encoded, or for the core to take them."""
+        with self._lock:
+            return sum(place.num_sequences for place in self._places)
 
     def start(self) -> None:
         """Start the thread."""
@@ -101,10 +124,40 @@ class Driver:
         atexit.register(self._end_at_exit)
         self._thread.start()
 
-    def submit(self, requests: Sequence[Request], subscriber: Subscriber) -> None:
-        """Queue the choices of one request.
+    def reserve(self, num_sequences: int = 1, *, speculative: bool = False) -> Place:
+        """Take a place in the queue, before anything is done for the request.
 
-        :raises QueueFullError: if too much waits already; nothing is queued.
+        It is to be given to `submit` or `release`.
+
+        :param num_sequences: choices of the request.
+        :param speculative: it is refused if anybody waits, and takes no place from others.
+        :raises QueueFullError: if too many wait already.
+        :raises EngineClosedError: if the engine is closing or closed.
+        :raises EngineDeadError: if a step has failed.
+        """
+        self._check_process()
+        with self._lock:
+            self.check_open()
+            if speculative:
+                self._check_idle()
+            elif (queued := self.num_queued) >= (most := self._core.config.max_queued_requests):
+                raise QueueFullError("requests", queued, most, self._finish_interval)
+            place = Place(int(not speculative), num_sequences)
+            self._places.add(place)
+        return place
+
+    def release(self, place: Place) -> None:
+        """Give a place up, unless its request was submitted. From any thread; idempotent."""
+        if self.forked:
+            return
+        with self._lock:
+            if not place.submitted:
+                self._places.discard(place)
+
+    def submit(self, requests: Sequence[Request], subscriber: Subscriber, place: Place) -> None:
+        """Queue the choices of one request in the place that was taken for it.
+
+        :raises QueueFullError: if too many tokens wait already; nothing is queued.
         :raises EngineClosedError: if the engine is closing or closed.
         :raises EngineDeadError: if a step has failed.
         """
@@ -112,18 +165,18 @@ class Driver:
         self._check_process()
         with self._lock:
             self.check_open()
-            self._check_room(first)
-            # Speculation takes no place in the queue: no request is refused for it.
-            places = int(not first.speculative)
-            self._num_submitted += places
-            self._num_submitted_tokens += places * first.num_prompt_tokens
+            if first.speculative:
+                self._check_idle()
+            else:
+                self._check_tokens(first.num_prompt_tokens)
+                place.num_tokens = first.num_prompt_tokens
+            place.submitted = True
 
             def add() -> None:
                 for request in requests:
                     self._subscribers[request] = reference
                 with self._lock:
-                    self._num_submitted -= places
-                    self._num_submitted_tokens -= places * first.num_prompt_tokens
+                    self._places.discard(place)
                     for request in requests:
                         self._core.add(request)
 
@@ -225,21 +278,23 @@ class Driver:
                 "after it was forked"
             )
 
-    def _check_room(self, request: Request) -> None:
-        config, scheduler = self._core.config, self._core.scheduler
-        queued, num_tokens = self.num_queued, request.num_prompt_tokens
-        if request.speculative:
-            if waiting := max(queued, len(scheduler.waiting)):
-                raise QueueFullError("requests", waiting, 0, self._finish_interval)
-            return
-        if queued >= config.max_queued_requests:
-            raise QueueFullError(
-                "requests", queued, config.max_queued_requests, self._finish_interval
-            )
-        limit = config.max_queued_tokens
-        tokens = scheduler.num_queued_tokens + self._num_submitted_tokens
-        if limit is not None and tokens + num_tokens > limit and queued > 0:
-            raise QueueFullError("tokens", tokens + num_tokens, limit, self._finish_interval)
+    def _check_idle(self) -> None:
+        """Check that nobody waits.
+
+        :raises QueueFullError: if somebody does.
+        """
+        if waiting := max(self.num_queued, len(self._core.scheduler.waiting)):
+            raise QueueFullError("requests", waiting, 0, self._finish_interval)
+
+    def _check_tokens(self, num_tokens: int) -> None:
+        """Check that so many more prompt tokens may wait. A prompt that waits alone always may.
+
+        :raises QueueFullError: if not.
+        """
+        limit, scheduler = self._core.config.max_queued_tokens, self._core.scheduler
+        waiting = scheduler.num_queued_tokens + sum(place.num_tokens for place in self._places)
+        if limit is not None and waiting and waiting + num_tokens > limit:
+            raise QueueFullError("tokens", waiting + num_tokens, limit, self._finish_interval)
 
     # -- the thread -----------------------------------------------------------------------
 

@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import random
 import secrets
 import threading
-import time
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn
 
 import anyio
 import anyio.to_thread
 
-from .block_pool import BlockKey, BlockLayout, BlockPool, block_keys
+from .block_pool import BlockKey, BlockPool
 from .config import EngineConfig
 from .core import EngineCore
-from .detokenizer import Detokenizer
-from .driver import Driver, DriverState
-from .errors import EngineClosedError, EngineDeadError, InvalidParamsError, PromptTooLongError
-from .handoff import Mailbox, current_event_loop, run_in
+from .driver import Driver, DriverState, Place
+from .encoders import Encoders
+from .errors import EngineClosedError, EngineDeadError, InvalidParamsError
+from .handoff import Mailbox, current_event_loop, result_of
 from .loading import LoadedModel, ModelSource, PretrainedModel, log_opened
 from .outputs import Completion
-from .pins import Pin
+from .pins import Pin, PinnedBlocks
+from .preparation import Call, Preparation
 from .probe import PrefixProbe, SegmentKeys
 from .prompt import PromptLike, TokenizedPrompt
 from .request import Request, Timeline
@@ -38,8 +37,6 @@ from .stream import Stream, open_letters
 from .text import Tokenizer
 
 __all__ = ["Engine", "Health"]
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,26 +60,27 @@ _WARMING_PRIORITY = 1 << 20
 _WARMED_AT_ONCE = 4
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """What a caller asks for."""
-
-    prompt: PromptLike | TokenizedPrompt
-    params: SamplingParams
-    priority: int
-    namespace: str
-    prefill_only: bool = False
-    speculative: bool = False
-    persist: bool = False
-
-
 class _Opening:
-    """What `Engine.open` returns: await it, or enter it."""
+    """What `Engine.open` returns: await it, or enter it.
+
+    :raises InvalidParamsError: when it is used as the engine that it is not yet.
+    """
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         self._source = source
         self._config = config
         self._engine: Engine | None = None
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if not name.startswith("_") and hasattr(Engine, name):
+            raise _not_open(f"Engine.open(...).{name}")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __enter__(self) -> NoReturn:
+        raise _not_open("with Engine.open(...)")
+
+    def __exit__(self, *_: object) -> None:
+        """There is nothing to leave: entering failed."""
 
     def __await__(self) -> Generator[Any, Any, Engine]:
         return self._open().__await__()
@@ -132,7 +130,16 @@ class Engine:
     and outlives each of them. All computing happens in its one thread.
     """
 
-    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+    def __init__(
+        self, loaded: LoadedModel, config: EngineConfig | None = None, **knobs: Any
+    ) -> None:
+        if not isinstance(loaded, LoadedModel) or config is None or knobs:
+            raise InvalidParamsError(
+                "Engine",
+                loaded,
+                "made by Engine.open: `async with Engine.open(model) as engine`, or "
+                "`engine = await Engine.open(model)`",
+            )
         self._loaded = loaded
         self.config = replace(
             config,
@@ -151,19 +158,18 @@ class Engine:
             attention_tokens=loaded.attention_tokens,
         )
         self._driver = Driver(self._core, f"ragserve engine ({loaded.name})")
-        self._encoders = ThreadPoolExecutor(
-            config.num_tokenizers, thread_name_prefix="ragserve tokenizer"
-        )
+        self._preparation = Preparation(loaded, self.config, self._driver)
         self._segment_keys = SegmentKeys(config.block_size)
         self._mailboxes: weakref.WeakValueDictionary[object, Mailbox] = (
             weakref.WeakValueDictionary()
         )
         self._ids = itertools.count()
         self._id_prefix = secrets.token_hex(4)
-        self._random = random.Random(config.seed)
         self._streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
         # An engine that is dropped unclosed must not leave its thread behind.
-        self._finalizer = weakref.finalize(self, _terminate, self._driver, self._encoders)
+        self._finalizer = weakref.finalize(
+            self, _terminate, self._driver, self._preparation.encoders
+        )
         self._driver.start()
         log_opened(loaded, self.config)
 
@@ -184,6 +190,10 @@ class Engine:
         :raises OutOfMemoryError: if the KV pool does not fit.
         """
         source = PretrainedModel(model) if isinstance(model, str | Path) else model
+        if isinstance(source, type) or not callable(getattr(source, "load", None)):
+            raise InvalidParamsError(
+                "model", model, "the path of a model, a hub id, or a ModelSource"
+            )
         return _Opening(source, EngineConfig.for_device(**knobs))
 
     async def __aenter__(self) -> Engine:
@@ -241,13 +251,11 @@ class Engine:
             entering, if the prompt is not valid.
 
         Entering it raises, with nothing queued, PromptTooLongError, QueueFullError,
-        EngineClosedError or EngineDeadError.
+        QueueTimeoutError, EngineClosedError or EngineDeadError. The place in the queue is taken
+        before the prompt is encoded.
         """
         params = params if params is not None else SamplingParams()
-        if not isinstance(params, SamplingParams):
-            raise InvalidParamsError("params", params, "a SamplingParams, or None")
-        params.check_vocab(self._loaded.vocab_size)
-        return self._stream(_Call(prompt, params, priority, namespace), request_id)
+        return self._stream(Call(prompt, params, priority, namespace), request_id)
 
     async def generate(
         self,
@@ -291,7 +299,7 @@ class Engine:
         The other arguments, and what is raised, are as in `stream`; on entering it raises
         QueueFullError also if it is speculative and somebody waits.
         """
-        call = _Call(
+        call = Call(
             prompt,
             _NOTHING,
             priority,
@@ -333,7 +341,7 @@ class Engine:
 
         try:
             async with anyio.create_task_group() as group:
-                for _ in range(_WARMED_AT_ONCE):
+                for _ in range(min(_WARMED_AT_ONCE, self.config.max_queued_requests)):
                     group.start_soon(work)
         except BaseExceptionGroup as errors:
             # The first is what a caller without tasks expects.
@@ -346,30 +354,18 @@ class Engine:
         :raises InvalidParamsError: if more than half of the pool would be pinned.
         :raises: what `prefill` raises.
         """
-        tokenized = await self.tokenize(prompt)
-        layout = BlockLayout(tokenized.segment_lengths, self.config.block_size, closed=True)
-        keys = block_keys(tokenized.token_ids, layout, namespace)
-
-        def take(core: EngineCore) -> None:
-            limit, wanted = core.pool.num_blocks // 2, core.pool.num_pinned + len(keys)
-            if wanted > limit:
-                raise InvalidParamsError(
-                    "pin",
-                    len(keys),
-                    f"{limit - core.pool.num_pinned} blocks: half of the pool's "
-                    f"{core.pool.num_blocks} may be pinned, and {core.pool.num_pinned} are; "
-                    "release other pins, or raise kv_cache_bytes",
-                )
-            core.pool.pin(keys)
+        tokenized, keys = await self._preparation.block_keys(prompt, namespace)
+        blocks = PinnedBlocks(keys)
 
         def release() -> None:
             # An engine that is closed keeps nothing.
             with contextlib.suppress(EngineClosedError, EngineDeadError):
-                self._driver.call(lambda core: core.pool.unpin(keys))
+                self._driver.call(blocks.release)
 
-        await self._call(take)
         pin = Pin(len(tokenized.token_ids), len(keys), release)
         try:
+            # Whoever is cancelled here does not know whether they were taken; `blocks` does.
+            await result_of(self._driver.call(blocks.take))
             stream = self.prefill(tokenized, namespace=namespace)
             async with stream:
                 async for _ in stream:
@@ -392,14 +388,22 @@ class Engine:
 
     # -- looking at it --------------------------------------------------------------------
 
-    async def tokenize(self, prompt: PromptLike | TokenizedPrompt) -> TokenizedPrompt:
+    async def tokenize(
+        self, prompt: PromptLike | TokenizedPrompt, *, namespace: str = ""
+    ) -> TokenizedPrompt:
         """Tokenize off the event loop; `stream` takes the result.
 
+        Meanwhile it has a place in the queue, as a request has.
+
+        :param namespace: the tenant; tenants take turns.
         :raises InvalidParamsError: if it is no valid prompt.
+        :raises PromptTooLongError: if more token ids are given than fit.
+        :raises QueueFullError: if too much waits already.
+        :raises QueueTimeoutError: if it waited longer than `queue_timeout`.
         :raises EngineClosedError: if the engine is closing or closed.
         :raises EngineDeadError: if a step has failed.
         """
-        return await self._run_in_encoder(self.tokenizer.tokenize, prompt)
+        return await self._preparation.tokenize(prompt, namespace)
 
     def abort(self, request_id: str) -> bool:
         """End a running request; its stream ends with finish reason "abort".
@@ -424,7 +428,7 @@ class Engine:
         )
         return Statistics(
             num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
+            num_waiting=len(scheduler.waiting) + self._driver.num_arriving,
             blocks_total=pool.total,
             blocks_used=pool.held,
             blocks_cached=pool.cached,
@@ -504,119 +508,31 @@ class Engine:
 
     # -- making requests ------------------------------------------------------------------
 
-    def _stream(self, call: _Call, request_id: str | None) -> Stream:
-        priority, namespace = call.priority, call.namespace
-        if isinstance(priority, bool) or not isinstance(priority, int):
-            raise InvalidParamsError("priority", priority, "an integer; lower goes first")
-        if not isinstance(namespace, str):
-            raise InvalidParamsError("namespace", namespace, "a string")
-        if request_id is not None and not isinstance(request_id, str):
-            raise InvalidParamsError("request_id", request_id, "a string, or None")
+    def _stream(self, call: Call, request_id: str | None) -> Stream:
+        self._preparation.check(call)
         if request_id is None:
             request_id = f"req-{self._id_prefix}-{next(self._ids)}"
-        elif (known := self._streams.get(request_id)) is not None and not known.ended:
-            raise InvalidParamsError("request_id", request_id, "not one that is in use")
-        engine = self
-
-        async def make_requests(timeline: Timeline) -> list[Request]:
-            return await engine._make_requests(call, request_id, timeline)
-
+        else:
+            self.config.limits.check_name("request_id", request_id)
+            if (known := self._streams.get(request_id)) is not None and not known.ended:
+                raise InvalidParamsError("request_id", request_id, "not one that is in use")
         stream = Stream(
             request_id,
             self.model_name,
             self._driver,
-            make_requests,
+            partial(self._make_requests, call, request_id),
             self._mailbox,
             self.config.stream_interval,
+            speculative=call.speculative,
         )
         self._streams[request_id] = stream
         return stream
 
     async def _make_requests(
-        self, call: _Call, request_id: str, timeline: Timeline
-    ) -> list[Request]:
-        params = call.params
-
-        def prepare() -> list[Request]:
-            tokenized = self.tokenizer.tokenize(call.prompt)
-            bad_words = self.tokenizer.bad_word_ids(params.bad_words or ())
-            timeline.tokenized = time.monotonic_ns()
-            max_tokens = self._check_fits(tokenized, params)
-            seed = self._random.getrandbits(63) if params.seed is None else params.seed
-            requests: list[Request] = []
-            for index in range(params.n):
-                request = Request(
-                    request_id,
-                    tokenized,
-                    params,
-                    block_size=self.config.block_size,
-                    max_tokens=0 if call.prefill_only else max_tokens,
-                    eos_token_ids=self.tokenizer.eos_token_ids,
-                    bad_word_ids=bad_words,
-                    seed=seed,
-                    priority=call.priority,
-                    namespace=call.namespace,
-                    text=self._detokenizer(tokenized, params),
-                    index=index,
-                    leader=requests[0] if requests else None,
-                    prefill_only=call.prefill_only,
-                    speculative=call.speculative,
-                    persist=call.persist,
-                )
-                request.timeline.arrived = timeline.arrived
-                request.timeline.tokenized = timeline.tokenized
-                requests.append(request)
-            return requests
-
-        return await self._run_in_encoder(prepare)
-
-    def _detokenizer(self, prompt: TokenizedPrompt, params: SamplingParams) -> Detokenizer | None:
-        if not params.detokenize:
-            return None
-        return self.tokenizer.detokenizer(
-            prompt.token_ids,
-            stop=params.stop or (),
-            include_stop_str_in_output=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-        )
-
-    async def _run_in_encoder(self, function: Callable[..., T], *args: Any) -> T:
-        self._driver.check_open()
-        try:
-            return await run_in(self._encoders, function, *args)
-        except (RuntimeError, CancelledError):
-            # What the pool raises if it is shut down before, or while, this waits for its turn.
-            self._driver.check_open()
-            raise
-
-    def _check_fits(self, prompt: TokenizedPrompt, params: SamplingParams) -> int:
-        """How many tokens may be generated.
-
-        :raises PromptTooLongError: if not even one.
-        """
-        length, limit = len(prompt.token_ids), self._loaded.max_model_len
-        if length >= limit:
-            raise PromptTooLongError(
-                length,
-                limit - 1,
-                f"max_model_len={limit} is for prompt and answer together; shorten the prompt "
-                "or raise max_model_len",
-            )
-        layout = BlockLayout(prompt.segment_lengths, self.config.block_size)
-        # Holes take slots but no positions: the pool may be full before max_model_len is.
-        tail = layout.num_blocks(length) - 1
-        capacity = layout.start(tail) + (self._loaded.num_blocks - tail) * self.config.block_size
-        if length >= capacity:
-            raise PromptTooLongError(
-                length,
-                capacity - 1,
-                f"its {len(prompt.segment_lengths)} segments need {tail + 1} blocks and the KV "
-                f"pool has {self._loaded.num_blocks}; use fewer or fuller segments, or raise "
-                "kv_cache_bytes",
-            )
-        room = min(limit, capacity) - length
-        return room if params.max_tokens is None else min(params.max_tokens, room)
+        self, call: Call, request_id: str, timeline: Timeline
+    ) -> tuple[Place, list[Request]]:
+        # A method, so that a stream keeps the engine alive.
+        return await self._preparation.requests(call, request_id, timeline)
 
     def _mailbox(self) -> Mailbox:
         loop = current_event_loop()
@@ -628,11 +544,16 @@ class Engine:
         return mailbox
 
     async def _call(self, function: Callable[[EngineCore], None]) -> None:
-        loop, done = current_event_loop(), anyio.Event()
-        future = self._driver.call(function)
-        future.add_done_callback(lambda _: loop.post(done.set))
-        await done.wait()
-        future.result()
+        await result_of(self._driver.call(function))
+
+
+def _not_open(used: str) -> InvalidParamsError:
+    return InvalidParamsError(
+        "engine",
+        used,
+        "an engine that is open: `async with Engine.open(...) as engine`, or "
+        "`engine = await Engine.open(...)`",
+    )
 
 
 async def _in_thread(function: Callable[[], object]) -> None:
@@ -641,8 +562,8 @@ async def _in_thread(function: Callable[[], object]) -> None:
     await anyio.to_thread.run_sync(function, abandon_on_cancel=True, limiter=limiter)
 
 
-def _terminate(driver: Driver, encoders: ThreadPoolExecutor) -> None:
+def _terminate(driver: Driver, encoders: Encoders) -> None:
     if driver.forked:
         return  # both are the other process's
     driver.terminate()
-    encoders.shutdown(wait=False, cancel_futures=True)
+    encoders.close()

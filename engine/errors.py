@@ -11,6 +11,7 @@ import reprlib
 __all__ = [
     "EngineClosedError",
     "EngineDeadError",
+    "EventLoopError",
     "InvalidParamsError",
     "ModelLoadError",
     "OutOfMemoryError",
@@ -26,6 +27,14 @@ class RagserveError(Exception):
     """Base of every error below."""
 
 
+def _shown(value: object) -> str:
+    try:
+        return reprlib.repr(value)
+    except ValueError:
+        # Python writes out no integer of more than some 4,300 digits.
+        return f"<{type(value).__name__}>"
+
+
 class InvalidParamsError(RagserveError, ValueError):
     """A parameter is outside its range; nothing was queued.
 
@@ -34,7 +43,7 @@ class InvalidParamsError(RagserveError, ValueError):
     """
 
     def __init__(self, parameter: str, value: object, allowed: str) -> None:
-        super().__init__(f"{parameter}={reprlib.repr(value)} is not valid: {allowed}")
+        super().__init__(f"{parameter}={_shown(value)} is not valid: {allowed}")
         self.parameter = parameter
         self.value = value
         self.allowed = allowed
@@ -43,12 +52,14 @@ class InvalidParamsError(RagserveError, ValueError):
 class PromptTooLongError(RagserveError, ValueError):
     """The prompt leaves no room for an answer; nothing was queued.
 
-    :ivar prompt_tokens: length of the prompt in tokens.
+    :ivar prompt_tokens: length of the prompt in tokens; of a text, as far as it was encoded.
     :ivar limit: most prompt tokens that would have been accepted.
     """
 
-    def __init__(self, prompt_tokens: int, limit: int, reason: str) -> None:
-        super().__init__(f"the prompt has {prompt_tokens} tokens and at most {limit} fit: {reason}")
+    def __init__(self, prompt_tokens: int, limit: int, reason: str, *, at_least: str = "") -> None:
+        super().__init__(
+            f"the prompt has {at_least}{prompt_tokens} tokens and at most {limit} fit: {reason}"
+        )
         self.prompt_tokens = prompt_tokens
         self.limit = limit
 
@@ -91,6 +102,10 @@ class EngineClosedError(RagserveError):
 
 class EngineDeadError(RagserveError):
     """A step failed and the engine stopped; `__cause__` is what happened."""
+
+
+class EventLoopError(RagserveError, RuntimeError):
+    """A stream is read in another event loop than the one in which it was entered."""
 
 
 class UnsupportedModelError(RagserveError):

@@ -12,7 +12,16 @@ from typing import Any, Protocol, TypeVar
 
 import anyio
 
-__all__ = ["EventLoop", "Mailbox", "current_event_loop", "run_in"]
+from .errors import EventLoopError
+
+__all__ = [
+    "EventLoop",
+    "Mailbox",
+    "check_event_loop",
+    "current_event_loop",
+    "result_of",
+    "run_in",
+]
 
 T = TypeVar("T")
 
@@ -99,6 +108,21 @@ def current_event_loop() -> EventLoop:
     return _AsyncioLoop()
 
 
+def check_event_loop(loop: EventLoop, what: str) -> None:
+    """Check that the caller runs in the event loop in which something was begun.
+
+    In another one it would wait for ever: what it waits for is delivered to the first.
+
+    :param what: what was begun, for the error.
+    :raises EventLoopError: if it runs in another one.
+    """
+    if current_event_loop().key is not loop.key:
+        raise EventLoopError(
+            f"{what} was entered in another event loop than the one that reads it now, and its "
+            "tokens are delivered there; enter and read it in one event loop"
+        )
+
+
 class Holder(Protocol):
     """Who keeps something back for a while."""
 
@@ -120,7 +144,7 @@ class Mailbox:
         open_letters: Callable[[list[Any]], None],
         interval: float = 0.0,
     ) -> None:
-        self._loop = loop
+        self.loop = loop
         self._open_letters = open_letters
         self._interval = interval
         self._held: list[weakref.ref[Holder]] = []
@@ -135,9 +159,9 @@ class Mailbox:
                 return False
             # Letters that lie here unopened: it is busy, or was closed before it came to them.
             if self._letters:
-                self._closed = self._loop.is_closed()
+                self._closed = self.loop.is_closed()
             else:
-                self._closed = not self._loop.post(self._deliver)
+                self._closed = not self.loop.post(self._deliver)
             if self._closed:
                 self._letters.clear()
                 return False
@@ -150,7 +174,7 @@ class Mailbox:
         To be called in the loop.
         """
         if not self._held:
-            self._loop.later(self._interval, self._release)
+            self.loop.later(self._interval, self._release)
         self._held.append(weakref.ref(holder))
 
     def _release(self) -> None:
@@ -171,9 +195,16 @@ async def run_in(executor: Executor, function: Callable[..., T], *args: Any) -> 
     Cancelling the caller gives up waiting at once; the function is not started any more, or its
     result is dropped.
     """
+    return await result_of(executor.submit(function, *args))
+
+
+async def result_of(future: Future[T]) -> T:
+    """Wait for what another thread computes, without blocking the event loop.
+
+    Cancelling the caller gives up waiting at once, and cancels the future if it has not begun.
+    """
     loop = current_event_loop()
     done = anyio.Event()
-    future: Future[T] = executor.submit(function, *args)
     future.add_done_callback(lambda _: loop.post(done.set))
     try:
         await done.wait()

@@ -6,16 +6,17 @@ large the field is, or at most the limit. The values are OpenAI's where OpenAI h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from .errors import InvalidParamsError
+from .prompt import Prompt, Segment, TokenizedPrompt
 
 if TYPE_CHECKING:
     from .sampling import SamplingParams
 
-__all__ = ["RequestLimits"]
+__all__ = ["RequestLimits", "check_unicode"]
 
 
 def _limit(most: int, unit: str, parameter: str) -> int:
@@ -45,6 +46,8 @@ class RequestLimits:
     max_bad_words: int = _limit(128, "strings", "bad_words")
     max_bad_word_characters: int = _limit(256, "characters", "each string of bad_words")
     max_messages: int = _limit(2048, "messages", "messages")
+    max_message_values: int = _limit(16_384, "values", "messages, with all that is in their fields")
+    max_message_depth: int = _limit(64, "levels", "messages, of fields within fields")
     max_content_parts: int = _limit(2048, "parts", "content of each message")
     max_prompts: int = _limit(2048, "prompts", "prompt of a text completion")
     max_prompt_characters: int = _limit(
@@ -66,7 +69,7 @@ class RequestLimits:
     def table(cls) -> tuple[tuple[str, str, int, str], ...]:
         """(limit, field that it bounds, default, unit) of every row, for documentation."""
         return tuple(
-            (row.name, row.metadata["parameter"], row.default, row.metadata["unit"])
+            (row.name, row.metadata["parameter"], cast("int", row.default), row.metadata["unit"])
             for row in fields(cls)
         )
 
@@ -77,12 +80,94 @@ class RequestLimits:
         :param limit: name of the row that bounds it.
         :raises InvalidParamsError: if it has more; names both numbers and the limit to raise.
         """
+        self._check_number(parameter, len(value), limit)
+
+    def check_name(self, parameter: str, value: object) -> None:
+        """Check a string that names something.
+
+        :raises InvalidParamsError: if it is no string of Unicode characters, or too long.
+        """
+        if not isinstance(value, str):
+            raise InvalidParamsError(parameter, value, "a string")
+        self.check_count(parameter, value, "max_name_characters")
+        check_unicode(parameter, value)
+
+    def check_prompt(self, prompt: object) -> int:
+        """Check how much a prompt holds. What is no prompt at all is not looked at.
+
+        :returns: its characters and token ids, as far as they are counted.
+        :raises InvalidParamsError: if it holds too much.
+        """
+        match prompt:
+            case str():
+                self.check_count("prompt", prompt, "max_prompt_characters")
+                return len(prompt)
+            case Prompt():
+                return self._check_segments(prompt)
+            case TokenizedPrompt():
+                self.check_count("segments", prompt.segment_lengths, "max_segments")
+                return len(prompt.token_ids)
+            case list() | tuple() if prompt and isinstance(prompt[0], Mapping):
+                return self._check_messages(prompt)
+            case Sequence():
+                return len(prompt)  # the items of a sequence of another kind may take their time
+            case _:
+                return 0
+
+    def _check_segments(self, prompt: Prompt) -> int:
+        self.check_count("segments", prompt.segments, "max_segments")
+        characters = num_ids = 0
+        for segment in prompt.segments:
+            if not isinstance(segment, Segment):
+                raise InvalidParamsError("segments", segment, "Segment(text) for each")
+            if isinstance(segment.text, str):
+                characters += len(segment.text)
+            num_ids += len(segment.token_ids or ())
+        self._check_number("segments", characters, "max_prompt_characters")
+        return characters + num_ids
+
+    def _check_messages(self, messages: Sequence[object]) -> int:
+        """Every string in them counts: a template may write out any field."""
+        self.check_count("messages", messages, "max_messages")
+        for message in messages:
+            if isinstance(message, Mapping):
+                self._check_message(message)
+        characters = num_values = depth = 0
+        level: list[object] = [*messages]
+        while level:
+            depth += 1
+            self._check_number("messages", depth, "max_message_depth")
+            below: list[object] = []
+            for value in level:
+                if isinstance(value, str):
+                    characters += len(value)
+                    self._check_number("messages", characters, "max_prompt_characters")
+                elif isinstance(value, Mapping | Sequence):
+                    num_values += len(value)
+                    self._check_number("messages", num_values, "max_message_values")
+                    if isinstance(value, Mapping):
+                        characters += sum(len(name) for name in value if isinstance(name, str))
+                        self._check_number("messages", characters, "max_prompt_characters")
+                        below += value.values()
+                    else:
+                        below += value
+            level = below
+        return characters
+
+    def _check_message(self, message: Mapping[object, object]) -> None:
+        name, content = message.get("name"), message.get("content")
+        if isinstance(name, str):
+            self.check_name("name", name)
+        if isinstance(content, list | tuple):
+            self.check_count("content", content, "max_content_parts")
+
+    def _check_number(self, parameter: str, number: int, limit: str) -> None:
         most = getattr(self, limit)
-        if len(value) > most:
+        if number > most:
             unit = type(self).__dataclass_fields__[limit].metadata["unit"]
             raise InvalidParamsError(
                 parameter,
-                f"{len(value)} {unit}",
+                f"{number} {unit}",
                 f"at most {most} {unit}; send fewer, or raise {limit} in EngineConfig.limits",
             )
 
@@ -115,3 +200,16 @@ class RequestLimits:
             value = getattr(params, name)
             if value is not None:
                 self.check_count(name, value, f"max_{name}")
+
+
+def check_unicode(parameter: str, value: str) -> None:
+    """Check that a string is text that can be written down, as UTF-8 say.
+
+    :raises InvalidParamsError: if it holds a lone surrogate.
+    """
+    if value.isascii():
+        return
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParamsError(parameter, value, "a string without lone surrogates") from error

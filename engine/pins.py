@@ -2,9 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-__all__ = ["Pin"]
+from .block_pool import BlockKey
+from .core import EngineCore
+from .errors import InvalidParamsError
+
+__all__ = ["Pin", "PinnedBlocks"]
+
+
+class PinnedBlocks:
+    """The engine thread's side of a pin: `take` and `release` run there, in the order of calls.
+
+    So blocks are released if they were taken, whatever the caller has come to know of it.
+
+    :param keys: of the blocks.
+    """
+
+    def __init__(self, keys: Sequence[BlockKey]) -> None:
+        self._keys = keys
+        self._taken = False
+
+    def take(self, core: EngineCore) -> None:
+        """Pin the blocks.
+
+        :raises InvalidParamsError: if more than half of the pool would be pinned.
+        """
+        pool, wanted = core.pool, len(self._keys)
+        limit = pool.num_blocks // 2
+        if pool.num_pinned + wanted > limit:
+            raise InvalidParamsError(
+                "pin",
+                wanted,
+                f"{limit - pool.num_pinned} blocks: half of the pool's {pool.num_blocks} may be "
+                f"pinned, and {pool.num_pinned} are; release other pins, or raise kv_cache_bytes",
+            )
+        pool.pin(self._keys)
+        self._taken = True
+
+    def release(self, core: EngineCore) -> None:
+        """Let them go like others, if they were taken. Idempotent."""
+        if self._taken:
+            self._taken = False
+            core.pool.unpin(self._keys)
 
 
 class Pin:

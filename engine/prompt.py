@@ -8,11 +8,13 @@ shared between requests whatever stands before the document's last token.
 from __future__ import annotations
 
 import enum
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from .errors import InvalidParamsError
+from .slices import SLICE_IDS
 
 __all__ = [
     "RETENTION_OF",
@@ -122,3 +124,11 @@ class TokenizedPrompt:
     def of(cls, token_ids: Sequence[int]) -> TokenizedPrompt:
         """A prompt of one segment."""
         return cls(list(token_ids), (len(token_ids),))
+
+    def packed(self) -> array[int]:
+        """The tokens in 32 bits each, to be hashed."""
+        packed = array("I")
+        # In slices: no other thread runs during a call, and one over all ids may take long.
+        for start in range(0, len(self.token_ids), SLICE_IDS):
+            packed.extend(self.token_ids[start : start + SLICE_IDS])
+        return packed

@@ -208,11 +208,20 @@ class Request:
         self.prefill_only = prefill_only
         self.speculative = speculative
         self.persist = persist
-        self.layout = BlockLayout(prompt.segment_lengths, block_size, closed=prefill_only)
-        self.segments = _segments(prompt)
+        self.layout: BlockLayout
+        self.segments: tuple[PromptSegment, ...]
+        self.keys: list[BlockKey]
+        if leader is None:
+            packed = prompt.packed()
+            self.layout = BlockLayout(prompt.segment_lengths, block_size, closed=prefill_only)
+            self.segments = _segments(prompt, packed)
+            self.keys = block_keys(packed, self.layout, namespace)
+        else:
+            # The same prompt: it is hashed once, however many choices there are.
+            self.layout, self.segments = leader.layout, leader.segments
+            self.keys = list(leader.keys)
         self.retains = any(retention is not None for retention in prompt.retentions)
         """Whether some segment's class is another than its kind's."""
-        self.keys: list[BlockKey] = block_keys(prompt.token_ids, self.layout, namespace)
         self.state = RequestState.WAITING
         self.sort_key = (speculative, priority, 0)
         """Who goes first: lower priority value, then earlier arrival."""
@@ -324,7 +333,7 @@ class Request:
 _KEEP_ANSWER = Keep(Retention.ANSWER)
 
 
-def _segments(prompt: TokenizedPrompt) -> tuple[PromptSegment, ...]:
+def _segments(prompt: TokenizedPrompt, packed: array[int]) -> tuple[PromptSegment, ...]:
     lengths = prompt.segment_lengths
     turns: tuple[SegmentKind, ...] = tuple("turn" for _ in lengths)
     kinds = prompt.kinds or turns
@@ -342,8 +351,7 @@ def _segments(prompt: TokenizedPrompt) -> tuple[PromptSegment, ...]:
             keep = Keep(after.retention, after.seconds, keep.otherwise)
         after = keep
         start = end - length
-        tokens = array("I", prompt.token_ids[start:end])
-        digest = hashlib.blake2b(tokens, digest_size=16).digest()
+        digest = hashlib.blake2b(packed[start:end], digest_size=16).digest()
         segments.append(PromptSegment(kind, start, end, keep, digest))
         end = start
     return tuple(reversed(segments))

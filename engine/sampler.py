@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -85,6 +85,7 @@ class SamplingState:
     eos_token_ids: frozenset[int] = frozenset()
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
 
+    _bad_words: _BadWords = field(init=False, repr=False, compare=False)
     _has_edits: bool = field(init=False, repr=False, compare=False)
     _ending: frozenset[int] = field(init=False, repr=False, compare=False)
     _allowed: Tensor | None = field(init=False, repr=False, compare=False, default=None)
@@ -96,6 +97,7 @@ class SamplingState:
         self._ending = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             self._ending |= self.eos_token_ids
+        self._bad_words = _BadWords(self.bad_word_ids)
         self._has_edits = bool(
             params.allowed_token_ids is not None
             or params.logit_bias
@@ -113,15 +115,11 @@ class SamplingState:
             or params.frequency_penalty != 0.0
         )
 
-    def _banned(self) -> set[int]:
+    def _banned(self) -> frozenset[int]:
         """Tokens that must not come next, by `min_tokens` and `bad_words`."""
         output = self.output_token_ids
-        banned = set(self._ending) if len(output) < self.params.min_tokens else set()
-        for word in self.bad_word_ids:
-            begun = len(word) - 1
-            if begun == 0 or (0 < begun <= len(output) and tuple(output[-begun:]) == word[:-1]):
-                banned.add(word[-1])
-        return banned
+        banned = self._bad_words.next(output)
+        return banned | self._ending if len(output) < self.params.min_tokens else banned
 
     def _edit(self, row: Tensor) -> None:
         """Apply bans, bias and penalties to the sequence's logits [vocab], in place."""
@@ -144,11 +142,11 @@ class SamplingState:
         if self._has_penalties:
             self._penalize(row)
 
-    def _leaves_nothing(self, banned: set[int], vocab_size: int) -> bool:
+    def _leaves_nothing(self, banned: Set[int], vocab_size: int) -> bool:
         allowed = self.params.allowed_token_ids
         if allowed is None:
             return len(banned) >= vocab_size
-        return banned.issuperset(allowed)
+        return all(token_id in banned for token_id in allowed)
 
     def _penalize(self, row: Tensor) -> None:
         params = self.params
@@ -170,6 +168,33 @@ class SamplingState:
         row[ids] = values
 
 
+class _BadWords:
+    """Words that must not be completed, by the token before their last one.
+
+    Of any number of words only those are looked at that go on from the sequence's last token.
+    """
+
+    __slots__ = ("_after", "_always")
+
+    def __init__(self, words: Iterable[tuple[int, ...]]) -> None:
+        always: list[int] = []
+        self._after: dict[int, list[tuple[int, ...]]] = {}
+        for word in words:
+            if len(word) == 1:
+                always.append(word[0])
+            elif word:
+                self._after.setdefault(word[-2], []).append(word)
+        self._always = frozenset(always)
+
+    def next(self, output: list[int]) -> frozenset[int]:
+        """The tokens that would complete a word after `output`."""
+        words = self._after.get(output[-1]) if output else None
+        if not words:
+            return self._always
+        completed = [word[-1] for word in words if tuple(output[1 - len(word) :]) == word[:-1]]
+        return self._always.union(completed)
+
+
 class _History:
     """The distinct tokens of a sequence, and how often each is in the output.
 
@@ -179,7 +204,7 @@ class _History:
     __slots__ = ("_counted", "_slots", "_vocab_size", "counts", "token_ids")
 
     def __init__(self, prompt_token_ids: Iterable[int], vocab_size: int) -> None:
-        distinct = sorted({t for t in prompt_token_ids if t < vocab_size})
+        distinct = [t for t in dict.fromkeys(prompt_token_ids) if t < vocab_size]
         self.token_ids = array("q", distinct)
         self.counts = array("f", bytes(4 * len(distinct)))
         self._slots = {token_id: slot for slot, token_id in enumerate(distinct)}

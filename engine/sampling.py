@@ -8,14 +8,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral, Real
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, cast
 
 from .errors import InvalidParamsError
+from .limits import check_unicode
 
 __all__ = ["MAX_LOGPROBS", "SamplingParams"]
 
@@ -23,6 +24,12 @@ MAX_LOGPROBS: Final = 20
 """Most likeliest tokens a caller may ask the log-probabilities of."""
 
 _MAX_N: Final = 128
+_MAX_TOKENS: Final = 2**31 - 1
+_MAX_IDS: Final = 2**18
+"""Of token ids in a list or mapping: as many as the largest vocabularies have."""
+_MAX_STRINGS: Final = 2**16
+"""Both are looked at in some 10 ms. What an engine takes is bounded by its `RequestLimits`, which
+are far below by default."""
 _GREEDY_BELOW: Final = 1e-5
 _INT64: Final = (-(2**63), 2**63 - 1)
 
@@ -32,7 +39,8 @@ class SamplingParams:
     """How to choose the tokens of one request, and when to stop.
 
     Containers are copied to immutable ones, numbers become plain `int` and `float`; the
-    caller's objects are never kept or changed.
+    caller's objects are never kept or changed. At most 262,144 token ids or
+    65,536 strings each; how many an engine takes is a matter of its `RequestLimits`.
 
     :param n: choices to generate, 1 to 128; they share the prompt's blocks.
     :param temperature: divides the logits, 0 to 100. Below 1e-5: greedy, the likeliest token.
@@ -50,7 +58,7 @@ class SamplingParams:
     :param bad_words: strings that must not be generated.
     :param min_tokens: what would end the choice (end-of-sequence and `stop_token_ids`) is
         banned until this many tokens are out.
-    :param max_tokens: most tokens to generate, at least 1. None: as many as fit the model.
+    :param max_tokens: most tokens to generate, 1 to 2^31 - 1. None: as many as fit the model.
     :param stop: strings that end the choice; one string will do. Stored as a tuple.
     :param stop_token_ids: token ids that end the choice. Stored as a tuple.
     :param ignore_eos: go on after an end-of-sequence token.
@@ -98,10 +106,10 @@ class SamplingParams:
         for name, high in (("top_p", 1.0), ("repetition_penalty", 100.0)):
             self._store(name, _number(name, getattr(self, name), 0.0, high, open_low=True))
         self._store("top_k", max(0, _integer("top_k", self.top_k, -1, note="0 and -1: off")))
-        self._store("min_tokens", _integer("min_tokens", self.min_tokens, 0))
+        self._store("min_tokens", _integer("min_tokens", self.min_tokens, 0, _MAX_TOKENS))
         for name, least, most in (
             ("seed", *_INT64),
-            ("max_tokens", 1, None),
+            ("max_tokens", 1, _MAX_TOKENS),
             ("logprobs", 0, MAX_LOGPROBS),
             ("prompt_logprobs", 0, MAX_LOGPROBS),
         ):
@@ -202,31 +210,44 @@ def _number(name: str, value: object, low: float, high: float, *, open_low: bool
     raise InvalidParamsError(name, value, f"a finite number, {bound}")
 
 
-def _sequence(name: str, value: object, what: str) -> tuple[object, ...]:
+def _sequence(name: str, value: object, what: str, most: int) -> tuple[object, ...]:
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes, bytearray)):
         raise InvalidParamsError(name, value, f"a list or tuple of {what}, or None")
+    _check_size(name, value, most)
     return tuple(value)
+
+
+def _check_size(name: str, value: Sized, most: int) -> None:
+    if len(value) > most:
+        raise InvalidParamsError(name, f"{len(value)} items", f"at most {most} items")
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
     strings = []
-    for item in _sequence(name, value, "strings"):
+    for item in _sequence(name, value, "strings", _MAX_STRINGS):
         if not isinstance(item, str) or not item:
             raise InvalidParamsError(name, item, "strings of at least one character")
+        check_unicode(name, item)
         strings.append(item)
     return tuple(strings)
 
 
 def _token_ids(name: str, value: object) -> tuple[int, ...]:
-    items = _sequence(name, value, "token ids")
+    items = _sequence(name, value, "token ids", _MAX_IDS)
+    # Mostly they are as they should be: two passes in C rather than a call for each.
+    if set(map(type, items)) <= {int}:
+        token_ids = cast("tuple[int, ...]", items)
+        if min(token_ids, default=0) >= 0:
+            return token_ids
     return tuple(_integer(name, item, 0, note="a token id") for item in items)
 
 
 def _bias(value: object) -> Mapping[int, float]:
     if not isinstance(value, Mapping):
         raise InvalidParamsError("logit_bias", value, "a mapping of token ids to numbers, or None")
+    _check_size("logit_bias", value, _MAX_IDS)
     return MappingProxyType(
         {
             _integer("logit_bias", token_id, 0, note="a token id"): _number(

@@ -151,7 +151,8 @@ class Statistics:
     num_running: int
     """Sequences with a seat in the current steps."""
     num_waiting: int
-    """Sequences that wait for a seat: new, preempted, or following another choice's prompt."""
+    """Sequences that wait for a seat: new, preempted, following another choice's prompt, or with a
+    prompt that is still to be encoded."""
     blocks_total: int
     blocks_used: int
     """Held by live requests."""

@@ -10,8 +10,9 @@ from types import TracebackType
 import anyio
 
 from .core import Update
-from .driver import Driver
-from .handoff import Mailbox
+from .driver import Driver, Place
+from .errors import QueueFullError
+from .handoff import Mailbox, check_event_loop
 from .outputs import Choice, Completion, Delta, FinishReason, Timings, TokenLogprob, Usage
 from .request import Request, Timeline
 
@@ -54,8 +55,12 @@ class Stream:
     KV blocks within one engine step. A plain `async for` works too; a stream that is dropped
     unfinished is aborted when it is collected.
 
+    It is read in the event loop in which it was entered.
+
+    :raises EngineClosedError: while iterating, if the engine was closed meanwhile.
     :raises EngineDeadError: while iterating, if the engine failed meanwhile.
-    :raises QueueTimeoutError: while iterating, if it was not started in time.
+    :raises EventLoopError: while iterating, in another event loop.
+    :raises QueueTimeoutError: on entering or while iterating, if it was not started in time.
     """
 
     def __init__(
@@ -63,9 +68,11 @@ class Stream:
         request_id: str,
         model: str,
         driver: Driver,
-        make_requests: Callable[[Timeline], Awaitable[list[Request]]],
+        make_requests: Callable[[Timeline], Awaitable[tuple[Place, list[Request]]]],
         make_mailbox: Callable[[], Mailbox],
         interval: float,
+        *,
+        speculative: bool = False,
     ) -> None:
         self.request_id = request_id
         self.num_read = 0
@@ -73,11 +80,14 @@ class Stream:
         self.paused = False
         self._model = model
         self._driver = driver
+        self._speculative = speculative
         self._make_requests = make_requests
         self._make_mailbox = make_mailbox
         self._requests: list[Request] = []
         self._timeline = Timeline()
         self._started = False
+        self._starting: anyio.CancelScope | None = None
+        """Around what is done before there are requests."""
         self._closed = False
         self._aborted = False
         self._error: Exception | None = None
@@ -117,6 +127,8 @@ class Stream:
     async def __anext__(self) -> Delta:
         if not self._started:
             await self._start()
+        if self._requests:
+            check_event_loop(self.mailbox.loop, f"the stream {self.request_id}")
         while not (self._pending and self._ripe):
             if self._error is not None:
                 self._close()
@@ -245,22 +257,28 @@ class Stream:
             return
         self._started = True
         self._timeline.arrived = time.monotonic_ns()
+        place: Place | None = None
         requests: list[Request] = []
         try:
-            requests = await self._make_requests(self._timeline)
-            if self._closed:
+            with anyio.CancelScope() as self._starting:
+                place, requests = await self._make_requests(self._timeline)
+            if self._closed or place is None:
                 return
             self.mailbox = self._make_mailbox()
             self._received = [_Pending() for _ in requests]
-            self._driver.submit(requests, self)
+            self._driver.submit(requests, self, place)
         except BaseException as error:
             self._closed = True
             if isinstance(error, Exception):
                 # That there was nothing to be had for speculation is no refusal.
-                if not (requests and requests[0].speculative):
+                if not (self._speculative and isinstance(error, QueueFullError)):
                     self._driver.note_rejected(error)
                 self._error = error  # entered once more, it must not look like an empty answer
             raise
+        finally:
+            self._starting = None
+            if place is not None:
+                self._driver.release(place)
         self._requests = requests
         if self._aborted:
             self._driver.abort(requests)
@@ -270,6 +288,8 @@ class Stream:
         if self._closed:
             return
         self._closed = True
+        if self._starting is not None:
+            self._starting.cancel()
         if self._num_finished < len(self._requests):
             self._driver.abort(self._requests)
         self._pending.clear()

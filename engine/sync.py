@@ -102,6 +102,8 @@ class LLM:
         batch: list[Any] = [*prompts] if _are_many(prompts) else [prompts]
         if params is None or isinstance(params, SamplingParams):
             each = [params] * len(batch)
+        elif isinstance(params, Mapping | str) or not isinstance(params, Sequence):
+            raise InvalidParamsError("params", params, "a SamplingParams, or a list of them")
         elif len(params) == len(batch):
             each = list(params)
         else:

@@ -7,6 +7,7 @@ clones never are) and no more texts are encoded at a time than there are clones.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import operator
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from .detokenizer import Detokenizer, Pieces
 from .errors import InvalidParamsError, ModelLoadError
 from .prompt import Prompt, PromptLike, Segment, TokenizedPrompt
+from .slices import SLICE_CHARACTERS, SLICE_IDS, slices
 from .stop import StopStrings
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ class Tokenizer:
                 "supported; save the model with a tokenizer.json"
             )
         self._hf = tokenizer
+        self._check: Callable[[int], None] = _go_on
         clones = [_clone(tokenizer.backend_tokenizer) for _ in range(num_clones)]
         self._clones: queue.LifoQueue[Backend] = queue.LifoQueue()
         for clone in clones:
@@ -158,6 +161,16 @@ class Tokenizer:
                 "model was trained with"
             )
 
+    def watched(self, check: Callable[[int], None]) -> Tokenizer:
+        """The same tokenizer, which asks whether to go on with what takes long.
+
+        :param check: called between two calls that cannot be interrupted, with the number of
+            tokens that the text or prompt has so far; what it raises ends the encoding.
+        """
+        other = copy.copy(self)
+        other._check = check
+        return other
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Ids of `text`, as the tokenizer gives them. Special tokens in it are recognised.
 
@@ -168,16 +181,41 @@ class Tokenizer:
         """
         if not isinstance(text, str):
             raise InvalidParamsError("text", text, "a string")
+        if len(text) > SLICE_CHARACTERS:
+            return self._encode_slices(text, add_special_tokens)
+        (ids,) = self._encode_batch([text], add_special_tokens)
+        self._check(len(ids))
+        return ids
+
+    def _encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = False
+    ) -> list[list[int]]:
         with self._clone() as clone:
             try:
                 # Unlike encode(), this holds the GIL neither while encoding nor for offsets.
-                (encoding,) = clone.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+                encodings = clone.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
             except TypeError as error:
                 raise InvalidParamsError(
-                    "text", text, "a string without lone surrogates"
+                    "text", texts[0], "a string without lone surrogates"
                 ) from error
-        ids: list[int] = encoding.ids
-        return ids
+        return [encoding.ids for encoding in encodings]
+
+    def _encode_slices(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a long text; other texts may be encoded between its slices."""
+        before, after = self._special_ids() if add_special_tokens else ([], [])
+        ids = before
+        for part in slices(text, self._encode_batch):
+            ids += self._encode_batch([part])[0]
+            self._check(len(ids))
+        return ids + after
+
+    def _special_ids(self) -> tuple[list[int], list[int]]:
+        """What encoding adds before and after a text."""
+        (plain,), (full,) = self._encode_batch(["a"]), self._encode_batch(["a"], True)
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                return full[:start], full[start + len(plain) :]
+        return [], []
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Text of `token_ids`, exactly as a `Detokenizer` streams it after an empty prompt.
@@ -287,8 +325,14 @@ class Tokenizer:
                 )
 
     def _tokenize_segments(self, prompt: Prompt) -> TokenizedPrompt:
-        tokenized = [(segment, self._segment_ids(segment)) for segment in prompt.segments]
-        tokenized = [(segment, ids) for segment, ids in tokenized if ids]
+        tokenized: list[tuple[Segment, list[int]]] = []
+        num_tokens = 0
+        for segment in prompt.segments:
+            ids = self._segment_ids(segment)
+            num_tokens += len(ids)
+            self._check(num_tokens)
+            if ids:
+                tokenized.append((segment, ids))
         if not tokenized:
             raise InvalidParamsError("prompt", prompt, "at least one segment that is not empty")
         first, ids = tokenized[0]
@@ -334,13 +378,21 @@ class Tokenizer:
         return prompt
 
     def _check_ids(self, token_ids: Sequence[Any]) -> list[int]:
+        checked: list[int] = []
+        rest = iter(token_ids)
+        # In slices: no other thread runs during a call, and one over all ids may take long.
+        while some := list(itertools.islice(rest, SLICE_IDS)):
+            checked += self._check_some_ids(some)
+        return checked
+
+    def _check_some_ids(self, token_ids: list[Any]) -> list[int]:
         try:
             checked = list(map(operator.index, token_ids))
         except TypeError as error:
             raise InvalidParamsError("token_ids", token_ids, "integers only") from error
         if bool in set(map(type, token_ids)):
             raise InvalidParamsError("token_ids", token_ids, "integers only")
-        for token_id in (min(checked, default=0), max(checked, default=0)):
+        for token_id in (min(checked), max(checked)):
             if not 0 <= token_id < self._num_ids:
                 raise InvalidParamsError("token_id", token_id, f"0 to {self._num_ids - 1}")
         return checked
@@ -368,6 +420,10 @@ class Tokenizer:
             yield clone
         finally:
             self._clones.put(clone)
+
+
+def _go_on(num_tokens: int) -> None:
+    """What a tokenizer that is not watched asks."""
 
 
 def _clone(backend: Backend) -> Backend:

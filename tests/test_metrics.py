@@ -341,16 +341,16 @@ async def test_refused_requests_are_counted_apart() -> None:
         engine.stream([1, 2], SamplingParams(max_tokens=90)) as running,
     ):
         await anext(running)  # it has the only seat, so the next one waits
+        refused = engine.stream([1, -5])
+        for _ in range(2):  # it was refused once, however often that is looked at
+            with pytest.raises(rs.InvalidParamsError):
+                await anext(refused)
         async with engine.stream([3, 4], SamplingParams(max_tokens=1)):
             for _ in range(2):
                 with pytest.raises(rs.QueueFullError):
                     await engine.generate([5, 6])
             with pytest.raises(rs.PromptTooLongError):
                 await engine.generate([1] * 100)
-            refused = engine.stream([1, -5])
-            for _ in range(2):  # it was refused once, however often that is looked at
-                with pytest.raises(rs.InvalidParamsError):
-                    await anext(refused)
             engine.begin_drain()
             with pytest.raises(rs.EngineClosedError):
                 await engine.generate([1])

@@ -88,11 +88,11 @@ INVALID = {
     "seed": [*NO_INTEGER, 2**63, -(2**63) - 1],
     "logit_bias": [[1], "1", {"1": 1.0}, {-1: 1.0}, {True: 1.0}, {1: NAN}, {1: 101}, {1: None}],
     "allowed_token_ids": [[], 1, "12", b"12", {1}, [-1], [True], [1.0], ["1"]],
-    "bad_words": ["word", [""], [1], {"a"}, 1],
-    "min_tokens": [*NO_INTEGER, None, -1],
-    "max_tokens": [*NO_INTEGER, 0, -1],
-    "stop": ["", [""], ["a", ""], [1], 1, b"x", {"a"}],
-    "stop_token_ids": [1, "1", [-1], [None], [True], {1}],
+    "bad_words": ["word", [""], [1], {"a"}, 1, ["\ud83d"], ["a"] * 65_537],
+    "min_tokens": [*NO_INTEGER, None, -1, 2**31],
+    "max_tokens": [*NO_INTEGER, 0, -1, 2**31],
+    "stop": ["", [""], ["a", ""], [1], 1, b"x", {"a"}, "a\udc80", ["a"] * 65_537],
+    "stop_token_ids": [1, "1", [-1], [None], [True], {1}, [0] * 262_145],
     "ignore_eos": [1, 0, None, "true"],
     "include_stop_str_in_output": [1, None],
     "skip_special_tokens": [0, None],
@@ -291,6 +291,47 @@ def test_bad_words_ban_their_last_token_after_the_others(output, expected):
 
 def test_bad_word_of_one_token_is_always_banned():
     assert pick([5, 4, 3], state(temperature=0, bad=[(0,), (), (99,), (1, 99)])) == 1
+
+
+def test_an_integer_too_long_to_be_written_out_is_refused():
+    with pytest.raises(InvalidParamsError, match="max_tokens=<int>"):
+        SamplingParams(max_tokens=10**5000)
+
+
+class _Word(tuple[int, ...]):
+    """Counts how often it is compared with a sequence."""
+
+    compared = 0
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            _Word.compared += 1
+        return super().__getitem__(index)
+
+
+def test_only_bad_words_that_go_on_from_the_last_token_are_looked_at():
+    words = [_Word((1, token_id, 0)) for token_id in range(2, 20_002)]
+    one = state(temperature=0, output=[1, 5], bad=words)
+    _Word.compared = 0
+    assert pick([5, 4, 3], one) == 1
+    assert _Word.compared == 1
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 2), max_size=3).map(tuple), max_size=5),
+    st.lists(st.integers(0, 2), max_size=4),
+)
+def test_bad_words_ban_what_would_complete_one(words, output):
+    one = state(temperature=0, output=output, bad=words)
+    tokens = tuple(output)
+    banned = {
+        word[-1]
+        for word in words
+        if word and len(word) <= len(tokens) + 1 and (*tokens, word[-1])[-len(word) :] == word
+    }
+    logits = [3.0, 2.0, 1.0]
+    left = [token_id for token_id in range(3) if token_id not in banned]
+    assert pick(logits, one) == (left[0] if left else 0)
 
 
 @pytest.mark.parametrize(("output", "expected"), [([], 2), ([3], 2), ([3, 3], 0)])
