@@ -5,8 +5,10 @@ from .config import EngineConfig
 from .core import EngineCore, Runner, Update
 from .engine import Engine, Health
 from .errors import (
+    DiskCacheError,
     EngineClosedError,
     EngineDeadError,
+    InternalError,
     InvalidParamsError,
     ModelLoadError,
     OutOfMemoryError,
@@ -91,8 +93,10 @@ __all__ = [
     "Timeline",
     # errors
     "RagserveError",
+    "DiskCacheError",
     "EngineClosedError",
     "EngineDeadError",
+    "InternalError",
     "InvalidParamsError",
     "ModelLoadError",
     "OutOfMemoryError",

@@ -523,10 +523,13 @@ class BlockPool:
             evictions=self._evictions,
         )
 
-    def check_integrity(self, held: Iterable[Sequence[int]] = ()) -> None:
+    def check_integrity(
+        self, held: Iterable[Sequence[int]] = (), wanted: Iterable[BlockKey] | None = None
+    ) -> None:
         """Check that the states partition the pool and the counts equal the holders.
 
         :param held: the blocks of every live request.
+        :param wanted: the keys that are protected, as often as they are; None is not to look.
         :raises RuntimeError: naming the first thing that does not add up.
         """
         expected = [0] * self.num_blocks
@@ -559,6 +562,8 @@ class BlockPool:
             raise RuntimeError(f"{len(self._leases)} leases of {self.num_blocks} blocks")
         if not {(*lease, block) for block, lease in self._lease_of.items()} <= set(self._leases):
             raise RuntimeError("a lease will never end")
+        if wanted is not None and Counter(wanted) != self._wanted:
+            raise RuntimeError("what is protected is not what those that wait want")
         if min([*self._pins.values(), *self._wanted.values()], default=1) < 1:
             raise RuntimeError("a key is pinned, or wanted, by nobody")
         self._idle.check_integrity()

@@ -10,7 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -466,8 +466,14 @@ class Engine:
         await self._call(EngineCore.check_integrity)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks; live requests are not disturbed."""
-        await self._call(lambda core: core.pool.clear())
+        """Forget all that is cached, in the pool, the host's memory and the disk cache, and what
+        was sent; live requests are not disturbed.
+
+        :raises DiskCacheError: if files of the disk cache cannot be removed; all else is forgotten.
+        """
+        emptied: list[Future[None]] = []
+        await self._call(lambda core: emptied.append(core.forget_cache()))
+        await _done(emptied[0])
 
     def begin_drain(self) -> None:
         """Take no more requests; those that run go on. From any thread; idempotent.
@@ -628,11 +634,15 @@ class Engine:
         return mailbox
 
     async def _call(self, function: Callable[[EngineCore], None]) -> None:
-        loop, done = current_event_loop(), anyio.Event()
-        future = self._driver.call(function)
-        future.add_done_callback(lambda _: loop.post(done.set))
-        await done.wait()
-        future.result()
+        await _done(self._driver.call(function))
+
+
+async def _done(future: Future[None]) -> None:
+    """Wait for a future of another thread; raises what it was set to."""
+    loop, done = current_event_loop(), anyio.Event()
+    future.add_done_callback(lambda _: loop.post(done.set))
+    await done.wait()
+    future.result()
 
 
 async def _in_thread(function: Callable[[], object]) -> None:

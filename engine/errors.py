@@ -9,8 +9,10 @@ from __future__ import annotations
 import reprlib
 
 __all__ = [
+    "DiskCacheError",
     "EngineClosedError",
     "EngineDeadError",
+    "InternalError",
     "InvalidParamsError",
     "ModelLoadError",
     "OutOfMemoryError",
@@ -91,6 +93,14 @@ class EngineClosedError(RagserveError):
 
 class EngineDeadError(RagserveError):
     """A step failed and the engine stopped; `__cause__` is what happened."""
+
+
+class InternalError(RagserveError):
+    """The engine has found a mistake of its own, and ended the one request that it concerned."""
+
+
+class DiskCacheError(RagserveError):
+    """The disk cache could not be emptied: some of its files cannot be removed."""
 
 
 class UnsupportedModelError(RagserveError):
