@@ -170,9 +170,10 @@ class Tiers:
 
     :param stores: fastest first.
     :param io: between the pool and host memory.
+    :param threaded: if False there is no such thread, and blocks are moved by `move`: in tests.
     """
 
-    def __init__(self, stores: Sequence[BlockStore], io: BlockIO) -> None:
+    def __init__(self, stores: Sequence[BlockStore], io: BlockIO, *, threaded: bool = True) -> None:
         self.stores = tuple(stores)
         self._io = io
         self.on_end: Callable[[], object] = lambda: None
@@ -183,8 +184,10 @@ class Tiers:
         """What to move; or the future of an order to clear; None is to end."""
         self._numbers = itertools.count()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="ragserve mover", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="ragserve mover", daemon=True)
+            self._thread.start()
 
     def __contains__(self, key: BlockKey) -> bool:
         """Whether some tier holds the block. From any thread."""
@@ -260,7 +263,8 @@ class Tiers:
         """Wait for the transfer under way, drop the others, and close the tiers."""
         self._closing = True
         self._jobs.put((-1, next(self._numbers), None))
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         while not self._jobs.empty():
             job = self._jobs.get()[2]
             if isinstance(job, Future):
@@ -277,16 +281,26 @@ class Tiers:
     # -- the mover ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while not self._closing:
-            job = self._jobs.get()[2]
-            if job is None:
-                return
-            if isinstance(job, Future):
-                self._clear(job)
-            elif self._closing:
-                return
-            else:
-                self._move(job)
+        while self.move(wait=True):
+            pass
+
+    def move(self, *, wait: bool = False) -> bool:
+        """Move the blocks of one transfer, or clear the tiers if that is next.
+
+        :param wait: for something to do.
+        :returns: False if there is nothing to do, or it is to end.
+        """
+        try:
+            job = self._jobs.get(block=wait)[2]
+        except queue.Empty:
+            return False
+        if job is None or (self._closing and isinstance(job, Transfer)):
+            return False
+        if isinstance(job, Future):
+            self._clear(job)
+        else:
+            self._move(job)
+        return True
 
     def _clear(self, done: Future[None]) -> None:
         failure: Exception | None = None
