@@ -5,9 +5,11 @@ from .config import EngineConfig
 from .core import EngineCore, Runner, Update
 from .engine import Engine, Health
 from .errors import (
+    DiskCacheError,
     EngineClosedError,
     EngineDeadError,
     EventLoopError,
+    InternalError,
     InvalidParamsError,
     ModelLoadError,
     OutOfMemoryError,
@@ -92,9 +94,11 @@ __all__ = [
     "Timeline",
     # errors
     "RagserveError",
+    "DiskCacheError",
     "EngineClosedError",
     "EngineDeadError",
     "EventLoopError",
+    "InternalError",
     "InvalidParamsError",
     "ModelLoadError",
     "OutOfMemoryError",

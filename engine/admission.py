@@ -69,10 +69,12 @@ class Admission:
             request.protected = ()
 
     def _rank(self, request: Request) -> tuple[bool, int, int, int, int]:
-        speculative, priority, number = request.sort_key
+        speculative, priority, number, _ = request.sort_key
         if request.timeline.first_scheduled is not None:
             return speculative, priority, 0, 0, number
         if request.overtaken >= MAX_OVERTAKEN:
             return speculative, priority, 1, 0, number
-        found = self._pool.num_found(request.keys[: request.num_shareable])
+        if request.awaits is not None:
+            return speculative, priority, 3, 0, number  # it is passed over: nothing to look up
+        found = self._pool.num_found(request.keys, request.num_shareable)
         return speculative, priority, 2, -request.layout.start(found), number

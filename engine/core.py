@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from .block_pool import BlockPool
 from .config import EngineConfig
 from .errors import QueueTimeoutError
+from .integrity import check_scheduler
 from .outputs import Delta, FinishReason, TokenLogprob
 from .request import Request, RequestState
 from .scheduler import Scheduler, StepPlan, StepResult
@@ -197,10 +199,16 @@ class EngineCore:
         updates = []
         while len(self._launched) < self.runner.depth:
             plan = self.scheduler.schedule(self._pace.steps)
+            num_ended = len(updates)
             for request in self.scheduler.take_complete():
                 if request.state is not RequestState.FINISHED:
                     updates.append(self._end(request, "length"))
+            for request, error in self.scheduler.take_broken():
+                if request.state is not RequestState.FINISHED:
+                    updates.append(self._end(request, "error", error=error))
             if not plan.chunks:
+                if len(updates) > num_ended:
+                    continue  # what they held may be what others need to run
                 break
             at = time.monotonic_ns()
             self._launched.append(_Launched(plan, at, self.runner.launch(plan)))
@@ -217,9 +225,27 @@ class EngineCore:
         finally:
             self.runner.close()
 
+    def forget_cache(self) -> Future[None]:
+        """Forget all that is cached, in the pool and behind it, and what was sent; live requests
+        are not disturbed.
+
+        :returns: set once the tiers are empty, to an error if one of them cannot be emptied.
+        """
+        self.scheduler.forget_cached()
+        self.pool.clear()
+        if self.tiers is not None:
+            return self.tiers.clear()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
     def check_integrity(self) -> None:
-        """Check the pool against the live requests (see `BlockPool.check_integrity`)."""
-        self.pool.check_integrity(self.scheduler.held)
+        """Check the queues, and the pool against the live requests.
+
+        :raises RuntimeError: naming the first thing that does not add up.
+        """
+        check_scheduler(self.scheduler)
+        self.pool.check_integrity(self.scheduler.held, self.scheduler.wanted)
 
     def _take(self, launched: _Launched) -> list[Update]:
         """Wait for a result and hand out what it gave."""

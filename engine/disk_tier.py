@@ -28,6 +28,7 @@ from pathlib import Path
 
 from .block_file import BlockFile, BrokenBlockError
 from .block_pool import BlockKey
+from .errors import DiskCacheError
 from .tiers import BlockIO, TierName, TierStatistics
 
 __all__ = ["DiskTier"]
@@ -180,6 +181,27 @@ class DiskTier:
             rejected=self._rejected,
             seconds_per_block=self._seconds_per_block,
         )
+
+    def clear(self) -> None:
+        """See `BlockStore.clear`: the files of this identity are removed, whoever wrote them."""
+        self._known = set()
+        left, failure = 0, None
+        for folder in _folders(self._home, _FIRST_BYTE):
+            for entry in _files(folder.path, _BLOCK):
+                try:
+                    os.unlink(entry.path)
+                except FileNotFoundError:
+                    pass  # another process makes room
+                except OSError as error:
+                    left, failure = left + 1, error
+                    self._refused.add(bytes.fromhex(entry.name.removesuffix(_SUFFIX)))
+        self._next_look = 0.0
+        self._look()
+        if failure is not None:
+            raise DiskCacheError(
+                f"{left} blocks of the disk cache {self._home} cannot be removed: {failure}; "
+                "this engine does not use them any more, but others may: remove the folder"
+            )
 
     def close(self) -> None:
         """Hold nothing any more; the files stay."""

@@ -8,6 +8,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -470,8 +471,14 @@ class Engine:
         await self._call(EngineCore.check_integrity)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks; live requests are not disturbed."""
-        await self._call(lambda core: core.pool.clear())
+        """Forget all that is cached, in the pool, the host's memory and the disk cache, and what
+        was sent; live requests are not disturbed.
+
+        :raises DiskCacheError: if files of the disk cache cannot be removed; all else is forgotten.
+        """
+        emptied: list[Future[None]] = []
+        await self._call(lambda core: emptied.append(core.forget_cache()))
+        await result_of(emptied[0])
 
     def begin_drain(self) -> None:
         """Take no more requests; those that run go on. From any thread; idempotent.

@@ -9,9 +9,11 @@ from __future__ import annotations
 import reprlib
 
 __all__ = [
+    "DiskCacheError",
     "EngineClosedError",
     "EngineDeadError",
     "EventLoopError",
+    "InternalError",
     "InvalidParamsError",
     "ModelLoadError",
     "OutOfMemoryError",
@@ -106,6 +108,14 @@ class EngineDeadError(RagserveError):
 
 class EventLoopError(RagserveError, RuntimeError):
     """A stream is read in another event loop than the one in which it was entered."""
+
+
+class InternalError(RagserveError):
+    """The engine has found a mistake of its own, and ended the one request that it concerned."""
+
+
+class DiskCacheError(RagserveError):
+    """The disk cache could not be emptied: some of its files cannot be removed."""
 
 
 class UnsupportedModelError(RagserveError):

@@ -143,6 +143,11 @@ class HostTier:
             seconds_per_block=self._seconds_per_block,
         )
 
+    def clear(self) -> None:
+        """See `BlockStore.clear`."""
+        self._free = list(range(self._num_rows))
+        self._rows.clear()
+
     def close(self) -> None:
         """Forget all blocks, and let go of the memory."""
         self._rows.clear()

@@ -123,6 +123,7 @@ class Request:
 
     __slots__ = (
         "awaited_from",
+        "awaits",
         "bad_word_ids",
         "blocks",
         "capacity",
@@ -142,6 +143,7 @@ class Request:
         "num_known",
         "num_prompt_tokens",
         "num_published",
+        "number",
         "output_token_ids",
         "overtaken",
         "params",
@@ -223,8 +225,11 @@ class Request:
         self.retains = any(retention is not None for retention in prompt.retentions)
         """Whether some segment's class is another than its kind's."""
         self.state = RequestState.WAITING
-        self.sort_key = (speculative, priority, 0)
-        """Who goes first: lower priority value, then earlier arrival."""
+        self.number = 0
+        """In order of arrival; set when it is queued."""
+        self.sort_key = (speculative, priority, 0, 0)
+        """Who goes first: lower priority value, then earlier arrival. The last number is for who
+        was lent another's place: it goes just before. No two are equal."""
         self.blocks: list[int] = []
         self.capacity = 0
         """Tokens that the blocks have room for."""
@@ -245,6 +250,8 @@ class Request:
         """Keys of blocks that are spared while it waits for them."""
         self.overtaken = 0
         """How often one that came later was started before it."""
+        self.awaits: tuple[Request, int] | None = None
+        """Who computes blocks that it waits for, and the index of the last of them."""
         self.awaited_from: int | None = None
         """Tokens that were cached when it began to wait for others to compute more."""
         self.loading: Transfer | None = None

@@ -22,6 +22,8 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -30,6 +32,7 @@ from typing import NamedTuple
 from .admission import Admission
 from .block_pool import BlockKey, BlockPool
 from .config import EngineConfig
+from .errors import InternalError
 from .outputs import FinishReason, ReuseSource, TokenLogprob
 from .request import Chunk, Request, RequestState
 from .reuse import ReuseRecorder
@@ -38,6 +41,11 @@ from .tiers import Tiers
 
 __all__ = ["SampledToken", "ScheduledChunk", "Scheduler", "StepPlan", "StepResult"]
 
+_logger = logging.getLogger("ragserve")
+
+_MAX_AWAITING = 32
+"""Requests, per step, that are found to have to wait for what others compute: bounds the time that
+many of them take. The rest is looked at in the next step; they are not looked at again."""
 _LONG_LOOKUPS = 32
 """Long prompts without a place, per step, for which the cache is asked whether it makes them short:
 bounds the time that many of them take."""
@@ -166,6 +174,7 @@ class Scheduler:
         self._released: list[Request] = []
         self._complete: list[Request] = []
         """Prompts to be computed, and no more, that were all in the cache."""
+        self._broken: list[tuple[Request, InternalError]] = []
         self.num_preemptions = 0
         self.reuse = ReuseRecorder(pool)
 
@@ -175,13 +184,19 @@ class Scheduler:
         return len(self.queued)
 
     @property
+    def max_num_seqs(self) -> int:
+        """Most requests that run at once."""
+        return self._config.max_num_seqs
+
+    @property
     def has_requests(self) -> bool:
         """Whether some request has not ended."""
         return bool(self.running or self.waiting)
 
     def add(self, request: Request) -> None:
         """Queue a new request, behind its equals."""
-        request.sort_key = (request.speculative, request.priority, next(self._order))
+        request.number = number = next(self._order)
+        request.sort_key = (request.speculative, request.priority, number, number)
         # Speculation takes no place in the queue: no request is refused for it.
         if request.leader is None and not request.speculative:
             self._enqueue(request)
@@ -199,7 +214,7 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.timeline.finished = request.stamp()
-        request.loading = None
+        request.loading = request.awaits = None
         if request.prefill_only and request.persist and reason == "length" and self._spill:
             self._spill.persist(request.blocks)
         self._release(request)
@@ -316,6 +331,21 @@ class Scheduler:
         complete, self._complete = self._complete, []
         return complete
 
+    def take_broken(self) -> list[tuple[Request, InternalError]]:
+        """Requests that `schedule` has left out of its plan, for they were in no state to be in
+        one. They are to be ended; all others go on."""
+        broken, self._broken = self._broken, []
+        return broken
+
+    def forget_cached(self) -> None:
+        """Forget which segments were sent, and what is on its way to or from the tiers."""
+        self.reuse.forget()
+        for request in self.waiting:
+            self._admission.forget(request)
+            request.awaits = None
+        if self._spill is not None:
+            self._spill.forget()
+
     def append(self, request: Request, token_ids: Sequence[int], at: int) -> None:
         """Append sampled tokens, which belong to the answer (see `Request.find_end`).
 
@@ -340,6 +370,27 @@ class Scheduler:
         """The blocks of every holder: requests, and transfers to and from other tiers."""
         transfers = () if self._spill is None else self._spill.held
         return itertools.chain((request.blocks for request in self.live()), transfers)
+
+    @property
+    def wanted(self) -> Iterator[BlockKey]:
+        """Keys whose blocks are spared, as often as somebody wants that."""
+        unsaved = () if self._spill is None else self._spill.unsaved
+        return itertools.chain(unsaved, *(request.protected for request in self.waiting))
+
+    def check_promises(self) -> None:
+        """Check that who has promised blocks runs, and that nothing is left to hand over.
+
+        :raises RuntimeError: if not.
+        """
+        for key, owner in self._promised.items():
+            if owner.state is not RequestState.RUNNING:
+                raise RuntimeError(f"blocks are promised by {owner!r}, which does not run")
+            if key not in owner.keys[owner.num_published : owner.promised_to]:
+                raise RuntimeError(f"{owner!r} has published what it still promises")
+        if self._complete or self._broken:
+            raise RuntimeError("requests that are to be ended were not taken")
+        if self._spill is not None:
+            self._spill.check_integrity()
 
     def _enqueue(self, request: Request) -> None:
         self.queued.add(request)
@@ -372,7 +423,7 @@ class Scheduler:
             if self._grow(request, request.length):
                 return True
             if len(self.running) > 1 or not self._release_holder(request):
-                self._preempt(self._victim())
+                self._preempt(max(self.running, key=_rank_of_victim))
         return False
 
     def _reserve(self, requests: list[Request], steps: int) -> bool:
@@ -435,35 +486,52 @@ class Scheduler:
         self._released.append(request)
         bisect.insort(self.waiting, request, key=_by_key)
 
-    def _victim(self) -> Request:
-        """Whose blocks to take: paused ones first, then lowest priority, then newest.
+    def _take_seat(self, *, loading: bool) -> bool:
+        """Preempt one that runs and is paused, or runs on speculation; False if there is none.
 
-        Before them all, those that run on speculation, and one that loses nothing: its last token
-        is on its way.
+        No such request is planned before those that wait are looked at, so that no plan loses one.
+
+        :param loading: whether it may be one whose blocks are on their way to it: these stay held
+            until they have come.
         """
-
-        def rank(request: Request) -> tuple[int, ...]:
-            over = request.length == request.max_length and not request.prefill_only
-            # What is on its way to it is held until it has come.
-            free = request.loading is None
-            return (free, request.speculative, over, request.paused, *request.sort_key)
-
-        return max(self.running, key=rank)
+        idle = [r for r in self.running if r.paused or r.speculative]
+        victim = max(idle, key=_rank_of_victim, default=None)
+        if victim is None or (victim.loading is not None and not loading):
+            return False
+        self._preempt(victim)
+        return True
 
     # -- plans ----------------------------------------------------------------------------
 
     def _plan(self, decoding: list[Request], steps: int, prompts: dict[Request, int]) -> StepPlan:
         """Make the plan, and count it as computed."""
         chunks = []
+        if len({*decoding, *prompts}) != len(decoding) + len(prompts):
+            decoding = self._without_doubles(decoding, prompts)
         for request in decoding:
             start = request.num_computed
             count = 1 if steps == 1 else min(steps, request.max_length - request.length)
+            if not (
+                request.state is RequestState.RUNNING
+                and request.loading is None
+                and start + count <= request.capacity
+            ):
+                self._leave_out(request, start + count)
+                continue
             chunks.append(ScheduledChunk(request, start, count, count, start >= request.num_known))
             request.num_computed += count
             request.length += count
             if start < request.num_known:
                 self._note_prefill(request)
         for request, count in prompts.items():
+            end = request.num_computed + count
+            if not (
+                request.state is RequestState.RUNNING
+                and request.loading is None
+                and end <= request.capacity
+            ):
+                self._leave_out(request, end)
+                continue
             sample = int(count == request.num_to_compute and not request.prefill_only)
             chunks.append(ScheduledChunk(request, request.num_computed, count, sample, False))
             request.num_computed += count
@@ -473,6 +541,33 @@ class Scheduler:
             return StepPlan(chunks)
         released, self._released = self._released, []
         return StepPlan(chunks, steps, released)
+
+    def _without_doubles(
+        self, decoding: list[Request], prompts: dict[Request, int]
+    ) -> list[Request]:
+        """What decodes, without what is in the plan twice."""
+        counts = Counter([*decoding, *prompts])
+        for request, count in counts.items():
+            if count > 1:
+                self._leave_out(request, request.length)
+                prompts.pop(request, None)
+        return [request for request in decoding if counts[request] == 1]
+
+    def _leave_out(self, request: Request, end: int) -> None:
+        """It was to be planned up to `end`, and cannot be: a mistake of ours, that would have the
+        device write to blocks of others, or none."""
+        error = InternalError(
+            f"{request!r} was to be computed up to token {end} and holds blocks for "
+            f"{request.capacity}{', which are being loaded' if request.loading else ''}; this is a "
+            "mistake of the engine, please report it; other requests go on, and this one may be "
+            "sent again"
+        )
+        _logger.error("%s", error)
+        if request.state is RequestState.FINISHED:
+            # Whatever list it is still in.
+            self.running = [r for r in self.running if r is not request]
+            self.waiting = [r for r in self.waiting if r is not request]
+        self._broken.append((request, error))
 
     def _note_prefill(self, request: Request) -> None:
         """Part of a prompt is planned: who is planned after this may use its blocks."""
@@ -512,25 +607,34 @@ class Scheduler:
         seats -= sum(not (r.paused or r.speculative) for r in self.running)
         if seats <= 0 or not self.waiting:
             return 0
-        threshold, lookups = self._config.long_threshold, 0
+        threshold, lookups, num_awaiting = self._config.long_threshold, 0, 0
         for request in self._admission.order(self.waiting):
             if left <= 0 or seats <= 0:
                 break
             if request.paused or request.leader is not None:
                 continue
+            if request.awaits is not None:
+                if _is_computed_by(*request.awaits):
+                    continue
+                request.awaits = None
             if request.num_in_flight:
                 break  # preempted just now: it must know its tokens first, and keeps its turn
             if request.speculative and (prompts or any(not r.paused for r in self.running)):
                 break  # it comes after all others
+            if request.persist and self._spill is not None and self._spill.is_behind:
+                continue  # what is to be written first is not to make room for it
             no_long = len(long) >= self._config.max_long_partial_prefills
             if no_long and request.num_tokens > threshold:
                 if lookups == _LONG_LOOKUPS:
                     continue
                 lookups += 1
+            if self._promised and self._waits_for_another(request):
+                num_awaiting += 1
+                if num_awaiting == _MAX_AWAITING:
+                    break
+                continue
             shared = request.blocks or self._find_prefix(request)
             found = len(shared)
-            if self._waits_for_another(request, found):
-                continue
             if request.prefill_only and found == len(request.keys):
                 self._note_complete(request, shared)
                 continue
@@ -548,7 +652,7 @@ class Scheduler:
                 if not loads:
                     self._note_reuse(request, found, counts)
             if len(self.running) == self._config.max_num_seqs:
-                self._preempt(self._victim())
+                self._take_seat(loading=True)
             self.waiting.remove(request)
             self.running.append(request)
             request.state = RequestState.RUNNING
@@ -583,19 +687,31 @@ class Scheduler:
 
     # -- blocks that others compute, or have computed ---------------------------------------
 
-    def _waits_for_another(self, request: Request, num_shared: int) -> bool:
-        """Whether its next block is being computed, and will be there before it could do so."""
-        if not self._promised or num_shared >= request.num_shareable:
-            return False
-        owner = self._promised.get(request.keys[num_shared])
-        if owner is None or owner.paused:
-            return False
+    def _waits_for_another(self, request: Request) -> bool:
+        """Whether its next block is being computed, and will be there before it could do so.
+
+        If so it is not looked at again before the last of those blocks is there, or will not be.
+        """
         if request.speculative or not self._may_share(request):
             return False
+        request.extend_keys()
+        keys, end = request.keys, request.num_shareable
+        found = len(request.blocks) or self._pool.num_found(keys, end)
+        if found >= end:
+            return False
+        owner = self._promised.get(keys[found])
+        if owner is None or owner.paused:
+            return False
+        promised = self._promised
+        after = bisect.bisect_left(
+            keys, True, found + 1, end, key=lambda key: promised.get(key) is not owner
+        )
+        request.awaits = owner, after - 1
         if request.awaited_from is None:
-            request.awaited_from = request.layout.start(num_shared)
+            request.awaited_from = request.layout.start(found)
         # Who waits lends its place to whom it waits for.
-        owner.sort_key = min(owner.sort_key, request.sort_key)
+        lent = (*request.sort_key[:3], -1 - owner.number)
+        owner.sort_key = min(owner.sort_key, lent)
         return True
 
     def _promise(self, request: Request) -> None:
@@ -689,10 +805,9 @@ class Scheduler:
             reserve = self._watermark if self.running else 0
             if self._pool.num_available - idle - missing >= reserve:
                 break
-            idle_one = next((r for r in reversed(self.running) if r.paused or r.speculative), None)
-            if idle_one is not None:
-                self._preempt(idle_one)
-            elif self.running or not self._release_holder(request):
+            if self._take_seat(loading=False):
+                continue
+            if self.running or not self._release_holder(request):
                 return False
         if not held_already:
             self._pool.acquire(shared)
@@ -705,7 +820,8 @@ class Scheduler:
         It must find it again, or recompute it. The last resort: for who has the rest of the
         pool for itself.
         """
-        holder = next((r for r in self.waiting if r.blocks and r is not request), None)
+        others = (r for r in self.waiting if r.blocks and r is not request)
+        holder = next((r for r in others if r not in self._complete), None)
         if holder is not None:
             self._release(holder)
         return holder is not None
@@ -727,3 +843,20 @@ class Scheduler:
         for request in followers:
             request.leader = None if request is followers[0] else followers[0]
         return followers[0] if followers else None
+
+
+def _is_computed_by(owner: Request, index: int) -> bool:
+    """Whether that one runs, and will compute its block at `index`, which others wait for."""
+    return owner.num_published <= index < owner.promised_to and not owner.paused
+
+
+def _rank_of_victim(request: Request) -> tuple[int, ...]:
+    """Whose blocks are taken: those of the request for which this is largest.
+
+    Paused ones first, then lowest priority, then newest. Before them all, those that run on
+    speculation, and one that loses nothing: its last token is on its way. Last, what has blocks on
+    their way to it: these are held until they have come.
+    """
+    over = request.length == request.max_length and not request.prefill_only
+    free = request.loading is None
+    return (free, request.speculative, over, request.paused, *request.sort_key)

@@ -6,7 +6,9 @@ before its turn came is lost, and computed again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from .block_pool import BlockKey, BlockPool
@@ -16,10 +18,17 @@ from .tiers import BlockStore, TierName, Tiers, Transfer
 
 __all__ = ["Loaded", "Spill"]
 
+_logger = logging.getLogger("ragserve")
+
 _CANDIDATES = 64
 """Blocks that are looked at, of those that are evicted next."""
 _PRESSURE = 8
 """They are looked at once less than one block in so many is free."""
+_SAVING_SHARE = 8
+"""Saves under way hold at most one block of the pool in so many: however slow a tier is, who runs
+has the others."""
+_BEHIND_SHARE = 4
+"""No more is computed for the sake of a tier once one block in so many waits to be written."""
 _SAVED_AT_ONCE = 16
 """Blocks of one save: a load waits for the one that is under way."""
 _TRIED_AGAIN = 50
@@ -50,6 +59,13 @@ class Spill:
         self._tiers = tiers
         self._loads: dict[Transfer, tuple[Request, bool]] = {}
         self._saving: Transfer | None = None
+        self._num_saving = 0
+        """Blocks that saves hold."""
+        self._most_saving = max(1, pool.num_blocks // _SAVING_SHARE)
+        self._unsaved: dict[BlockKey, None] = {}
+        """To be written to the slowest tier, in this order. Their blocks are held by nobody for
+        it, and are evicted after those that nobody wants."""
+        self._lost = False
         self._evictions_seen = -1
         self._seconds_per_token: float | None = None
         self._num_refused = 0
@@ -58,6 +74,16 @@ class Spill:
     def held(self) -> list[Sequence[int]]:
         """Blocks that transfers hold, besides what requests do."""
         return self._tiers.held
+
+    @property
+    def unsaved(self) -> Iterable[BlockKey]:
+        """Keys of blocks that are spared until they are written."""
+        return self._unsaved
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much waits to be written that more is not to be computed for that alone."""
+        return len(self._unsaved) * _BEHIND_SHARE >= max(_BEHIND_SHARE, self._pool.num_blocks)
 
     def note_prefill(self, seconds: float, num_tokens: int) -> None:
         """Learn what computing costs, from a step with prompts in it."""
@@ -95,16 +121,21 @@ class Spill:
         for transfer in self._tiers.ended():
             if transfer is self._saving:
                 self._saving = None
+            if transfer.store is not None:
+                self._num_saving -= len(transfer.blocks)
             request, counts = self._loads.pop(transfer, (None, False))
             if request is not None and request.loading is transfer:
                 request.loading = None
-                yield Loaded(request, transfer.num_done, transfer.slowest or "disk", counts)
+                num_done = 0 if transfer.dropped else transfer.num_done
+                yield Loaded(request, num_done, transfer.slowest or "disk", counts)
             self._pool.let_go(transfer.blocks, transfer.places)
+        self._save_next()
 
     def save_victims(self) -> None:
         """Copy what will be evicted soon and is likely to be asked for again."""
         pool = self._pool
-        if self._saving is not None or pool.num_free * _PRESSURE >= pool.num_blocks:
+        room = self._most_saving - self._num_saving
+        if self._saving is not None or room <= 0 or pool.num_free * _PRESSURE >= pool.num_blocks:
             return
         if pool.num_evictions == self._evictions_seen:
             return  # nothing has moved up since
@@ -116,18 +147,57 @@ class Spill:
             if self._is_worth_saving(block, store)
             and (key := pool.key_of(block)) is not None
             and key not in store
-        ]
+        ][:room]
         if blocks:
             # The end of a prefix is evicted first, and its beginning is to be the last to go.
             self._saving = self._save(store, blocks[::-1])[-1]
 
     def persist(self, blocks: Sequence[int]) -> None:
-        """Copy blocks to the slowest tier now."""
-        store = self._tiers.stores[-1]
-        self._save(store, [b for b in blocks if self._pool.key_of(b) is not None])
+        """Copy blocks to the slowest tier, as soon as it takes them."""
+        keys = (self._pool.key_of(block) for block in blocks)
+        new = [key for key in keys if key is not None and key not in self._unsaved]
+        self._pool.protect(new)
+        self._unsaved.update(dict.fromkeys(new))
+        self._save_next()
+
+    def check_integrity(self) -> None:
+        """Check that what saves hold is counted, and bounded.
+
+        :raises RuntimeError: if not.
+        """
+        if not 0 <= self._num_saving <= self._most_saving:
+            raise RuntimeError(f"saves hold {self._num_saving} of {self._most_saving} blocks")
+        if self._num_saving + sum(len(t.blocks) for t in self._loads) != sum(
+            map(len, self._tiers.held)
+        ):
+            raise RuntimeError("transfers hold more or fewer blocks than they are counted with")
+
+    def forget(self) -> None:
+        """Write nothing of what is still to be written."""
+        self._pool.unprotect(self._unsaved)
+        self._unsaved = {}
+
+    def _save_next(self) -> None:
+        """Start to write what is to be written, as far as may be held for it."""
+        while self._unsaved and (room := self._most_saving - self._num_saving) > 0:
+            keys = list(islice(self._unsaved, min(room, _SAVED_AT_ONCE)))
+            for key in keys:
+                del self._unsaved[key]
+            self._pool.unprotect(keys)
+            blocks = [b for key in keys if (b := self._pool.block_of(key)) is not None]
+            if len(blocks) < len(keys) and not self._lost:
+                self._lost = True
+                _logger.warning(
+                    "KV blocks made room for requests before they were written to the %s tier; "
+                    "warm documents while less is asked, or raise kv_cache_bytes",
+                    self._tiers.stores[-1].name,
+                )
+            if blocks:
+                self._save(self._tiers.stores[-1], blocks)
 
     def _save(self, store: BlockStore, blocks: Sequence[int]) -> list[Transfer]:
         transfers = []
+        self._num_saving += len(blocks)
         for start in range(0, len(blocks), _SAVED_AT_ONCE):
             part = blocks[start : start + _SAVED_AT_ONCE]
             keys = [key for block in part if (key := self._pool.key_of(block)) is not None]

@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
@@ -107,6 +108,12 @@ class BlockStore(Protocol):
         :returns: how many blocks were copied.
         """
 
+    def clear(self) -> None:
+        """Forget all blocks, so that they do not come back.
+
+        :raises DiskCacheError: if some stay where another engine may find them.
+        """
+
     def statistics(self) -> TierStatistics:
         """What it holds and has done; from any thread."""
 
@@ -123,7 +130,17 @@ class Transfer:
     :ivar slowest: the slowest tier that a load has taken blocks from.
     """
 
-    __slots__ = ("after", "blocks", "ended", "keys", "num_done", "places", "slowest", "store")
+    __slots__ = (
+        "after",
+        "blocks",
+        "dropped",
+        "ended",
+        "keys",
+        "num_done",
+        "places",
+        "slowest",
+        "store",
+    )
 
     def __init__(
         self,
@@ -142,6 +159,8 @@ class Transfer:
         self.num_done = 0
         self.slowest: TierName | None = None
         self.ended = False
+        self.dropped = False
+        """What it moves was forgotten meanwhile: none of it counts. Written by the engine."""
 
 
 class Tiers:
@@ -151,19 +170,24 @@ class Tiers:
 
     :param stores: fastest first.
     :param io: between the pool and host memory.
+    :param threaded: if False there is no such thread, and blocks are moved by `move`: in tests.
     """
 
-    def __init__(self, stores: Sequence[BlockStore], io: BlockIO) -> None:
+    def __init__(self, stores: Sequence[BlockStore], io: BlockIO, *, threaded: bool = True) -> None:
         self.stores = tuple(stores)
         self._io = io
         self.on_end: Callable[[], object] = lambda: None
         """Called by the mover when a transfer has ended."""
         self._under_way: list[Transfer] = []
-        self._jobs: queue.PriorityQueue[tuple[int, int, Transfer | None]] = queue.PriorityQueue()
+        self._jobs: queue.PriorityQueue[tuple[int, int, Transfer | Future[None] | None]]
+        self._jobs = queue.PriorityQueue()
+        """What to move; or the future of an order to clear; None is to end."""
         self._numbers = itertools.count()
         self._closing = False
-        self._thread = threading.Thread(target=self._run, name="ragserve mover", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="ragserve mover", daemon=True)
+            self._thread.start()
 
     def __contains__(self, key: BlockKey) -> bool:
         """Whether some tier holds the block. From any thread."""
@@ -220,6 +244,17 @@ class Tiers:
         self._under_way = [transfer for transfer in self._under_way if transfer not in over]
         return over
 
+    def clear(self) -> Future[None]:
+        """Empty all tiers. What is on its way to or from them is dropped.
+
+        :returns: set once they are empty, to an error if one of them cannot be emptied.
+        """
+        for transfer in self._under_way:
+            transfer.dropped = True
+        done: Future[None] = Future()
+        self._jobs.put((0, next(self._numbers), done))
+        return done
+
     def statistics(self) -> dict[str, TierStatistics]:
         """By the name of the tier. From any thread."""
         return {store.name: store.statistics() for store in self.stores}
@@ -228,7 +263,12 @@ class Tiers:
         """Wait for the transfer under way, drop the others, and close the tiers."""
         self._closing = True
         self._jobs.put((-1, next(self._numbers), None))
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
+        while not self._jobs.empty():
+            job = self._jobs.get()[2]
+            if isinstance(job, Future):
+                self._clear(job)
         for store in self.stores:
             store.close()
         self._io.close()
@@ -241,21 +281,53 @@ class Tiers:
     # -- the mover ------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            transfer = self._jobs.get()[2]
-            if transfer is None or self._closing:
-                return
+        while self.move(wait=True):
+            pass
+
+    def move(self, *, wait: bool = False) -> bool:
+        """Move the blocks of one transfer, or clear the tiers if that is next.
+
+        :param wait: for something to do.
+        :returns: False if there is nothing to do, or it is to end.
+        """
+        try:
+            job = self._jobs.get(block=wait)[2]
+        except queue.Empty:
+            return False
+        if job is None or (self._closing and isinstance(job, Transfer)):
+            return False
+        if isinstance(job, Future):
+            self._clear(job)
+        else:
+            self._move(job)
+        return True
+
+    def _clear(self, done: Future[None]) -> None:
+        failure: Exception | None = None
+        for store in self.stores:
             try:
-                if transfer.store is None:
-                    self._load(transfer)
-                else:
-                    transfer.store.save(transfer.keys, transfer.blocks, self._io, transfer.after)
-                    transfer.num_done = len(transfer.keys)
-            except Exception:
-                # What has not arrived is computed again; the engine goes on without.
-                _logger.exception("moving %d KV blocks failed", len(transfer.keys))
-            transfer.ended = True
-            self.on_end()
+                store.clear()
+            except Exception as error:
+                failure = error
+        if failure is None:
+            done.set_result(None)
+        else:
+            done.set_exception(failure)
+
+    def _move(self, transfer: Transfer) -> None:
+        try:
+            if transfer.dropped:
+                pass
+            elif transfer.store is None:
+                self._load(transfer)
+            else:
+                transfer.store.save(transfer.keys, transfer.blocks, self._io, transfer.after)
+                transfer.num_done = len(transfer.keys)
+        except Exception:
+            # What has not arrived is computed again; the engine goes on without.
+            _logger.exception("moving %d KV blocks failed", len(transfer.keys))
+        transfer.ended = True
+        self.on_end()
 
     def _load(self, transfer: Transfer) -> None:
         keys, blocks = transfer.keys, transfer.blocks

@@ -7,16 +7,14 @@ wrongly raises.
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
+from core_rig import ScriptedIO, Shelf
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from ragserve.engine import (
     Engine,
@@ -30,101 +28,16 @@ from ragserve.engine import (
     Retention,
     SamplingParams,
     Segment,
-    TierStatistics,
     TokenizedPrompt,
 )
 from ragserve.engine.admission import MAX_OVERTAKEN
-from ragserve.engine.block_pool import BlockKey, BlockPool
+from ragserve.engine.block_pool import BlockPool
 from ragserve.engine.request import RequestState
-from ragserve.engine.tiers import BlockIO, BlockStore, TierName, Tiers
+from ragserve.engine.tiers import BlockStore, TierName, Tiers
 from ragserve.testing import ScriptedModel
 
 SIZE = 16
 ONE = SamplingParams(temperature=0.0, max_tokens=1)
-
-# -- a core whose transfers are made when the test says so ------------------------------------
-
-
-class ScriptedIO:
-    """The scripted model's blocks, a token each slot, as bytes."""
-
-    layout = "tokens"
-    block_bytes = SIZE * 4
-
-    def __init__(self, model: ScriptedModel) -> None:
-        self._model = model
-
-    def mark(self) -> object:
-        return None
-
-    def allocate(self, num_rows: int) -> NDArray[np.uint8]:
-        return np.zeros((num_rows, self.block_bytes), dtype=np.uint8)
-
-    def read(
-        self, blocks: Sequence[int], memory: NDArray[np.uint8], rows: Sequence[int], after: object
-    ) -> None:
-        for block, row in zip(blocks, rows, strict=True):
-            tokens = [-1 if token is None else token for token in self._model._kv[block]]
-            memory[row] = np.array(tokens, dtype=np.int32).view(np.uint8)
-
-    def write(
-        self, blocks: Sequence[int], memory: NDArray[np.uint8], rows: Sequence[int], after: object
-    ) -> None:
-        for block, row in zip(blocks, rows, strict=True):
-            tokens = memory[row].view(np.int32).tolist()
-            self._model._kv[block][:] = [None if token < 0 else token for token in tokens]
-
-    def close(self) -> None:
-        pass
-
-
-class Shelf:
-    """A tier in memory."""
-
-    def __init__(self, name: TierName = "host", capacity: int = 1000) -> None:
-        self.name = name
-        self.capacity = capacity
-        self.kept: OrderedDict[BlockKey, NDArray[np.uint8]] = OrderedDict()
-        self.is_broken: Callable[[BlockKey], bool] = lambda key: False
-        self.saved = self.loaded = self.evicted = 0
-        self.seconds: float | None = None
-
-    def __contains__(self, key: BlockKey) -> bool:
-        return key in self.kept
-
-    def save(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object
-    ) -> None:
-        memory = io.allocate(len(blocks))
-        io.read(blocks, memory, range(len(blocks)), after)
-        for key, row in zip(keys, memory, strict=True):
-            self.kept[key] = row
-            self.saved += 1
-            if len(self.kept) > self.capacity:
-                self.kept.popitem(last=False)
-                self.evicted += 1
-
-    def load(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object
-    ) -> int:
-        for index, (key, block) in enumerate(zip(keys, blocks, strict=True)):
-            if self.is_broken(key):
-                self.kept.pop(key, None)
-            if key not in self.kept:
-                return index
-            io.write([block], self.kept[key][None], [0], after)
-            self.loaded += 1
-        return len(keys)
-
-    def statistics(self) -> TierStatistics:
-        blocks = len(self.kept)
-        return TierStatistics(
-            blocks, 64 * blocks, 64 * self.capacity, self.saved, self.loaded, self.evicted, 0,
-            self.seconds,
-        )  # fmt: skip
-
-    def close(self) -> None:
-        self.kept.clear()
 
 
 class Rig:
@@ -137,7 +50,7 @@ class Rig:
         self.model = ScriptedModel([1] * 500, num_blocks=num_blocks)
         self.model.load(self.config)
         self.pool = BlockPool(num_blocks, cost_aware=self.config.cache_policy == "cost_aware")
-        tiers = Tiers(stores, ScriptedIO(self.model)) if stores else None
+        tiers = Tiers(stores, ScriptedIO(self.model, SIZE)) if stores else None
         self.moved = threading.Event()
         if tiers is not None:
             tiers.on_end = self.moved.set
@@ -302,7 +215,7 @@ def test_who_waits_lends_its_priority() -> None:
     other = rig.add([9] * 400, priority=5)
     rig.step()
     assert urgent.state is RequestState.WAITING
-    assert slow.sort_key == urgent.sort_key < other.sort_key
+    assert slow.sort_key < urgent.sort_key < other.sort_key
     rig.run()
     assert rig.computed(urgent) == 12
 
@@ -389,10 +302,25 @@ def test_every_miss_has_its_reason() -> None:
     rig.run()
     assert reuse(foreign)[0] == ("system", 20, 0, "never_seen"), "no oracle"
     misses = rig.core.scheduler.reuse.miss_tokens
-    assert misses["other_namespace"] == 20
     assert misses["other_order"] == 190
     assert misses["shorter_than_block"] == 12 + 12 + 8 + 12
-    assert misses["never_seen"] == 210 + 32
+    assert misses["never_seen"] == 210 + 32 + 20
+
+
+def test_what_other_namespaces_send_changes_no_count_of_ours() -> None:
+    def counts(*theirs: list[int]) -> tuple[Any, ...]:
+        rig = Rig()
+        for number, namespace in enumerate("abcdefghijkl"):
+            rig.run(rig.add(*theirs, question(number), kinds=KINDS, namespace=namespace))
+        recorder = rig.core.scheduler.reuse
+        before = recorder.miss_tokens.copy()
+        mine = [rig.add(SYSTEM, DOCUMENT, question(0), kinds=KINDS, namespace="mine")]
+        rig.run()
+        mine.append(rig.add(OTHER, DOCUMENT, question(0), kinds=KINDS, namespace="mine"))
+        rig.run()
+        return recorder.miss_tokens - before, [reuse(request) for request in mine]
+
+    assert counts(SYSTEM, DOCUMENT) == counts(OTHER, OTHER)
 
 
 def test_what_made_room_is_called_evicted() -> None:
@@ -747,7 +675,7 @@ def test_an_engine_with_a_tier_wakes_up_when_blocks_have_come() -> None:
     class Tiered(ScriptedModel):
         def load(self, config: EngineConfig) -> LoadedModel:
             loaded = super().load(config)
-            loaded.tiers = Tiers([shelf], ScriptedIO(self))
+            loaded.tiers = Tiers([shelf], ScriptedIO(self, SIZE))
             return loaded
 
     shelf = Shelf("disk")
