@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 
 from ..errors import InvalidParamsError, ModelLoadError, OutOfMemoryError
+from ..locate import locate
+from ..memory import available_memory
 from .cast import cast
 from .config import ModelConfig
-from .decoder import DecoderModel
+from .decoder import DecoderModel, check_shapes
+from .gguf import convert
 from .layers import Attend
+from .rope import inverse_frequencies
 from .weights import Checkpoint, load_weights
 
 __all__ = ["Attend", "DecoderModel", "ModelConfig", "cast", "load_model", "resolve_folder"]
 
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
+_ANGLE_BYTES = 12
+"""Of each element of the table of angles, while it is computed: angles, cosines and sines, both
+joined."""
 # Sub-folders hold other formats, and Mistral's repositories a second copy of the weights.
 _UNWANTED = ("*/*", "consolidated*")
 
@@ -47,43 +55,66 @@ def load_model(
         )
     checkpoint = Checkpoint(folder)
     dtype = dtype or config.dtype or checkpoint.dtype
+    num_bytes = check_shapes(config, checkpoint) * dtype.itemsize
+    length = max_model_len or config.context_length
+    _check_angles(config, length)
+    too_large = (
+        f"the weights of {folder} ({num_bytes} bytes as {dtype}) and the angles of "
+        f"max_model_len={length} positions do not fit on {device}"
+    )
+    available = available_memory()
+    # Angles are computed on the host, in float32, in two tables of half a head and joined.
+    if _ANGLE_BYTES * length * config.head_dim > available:
+        raise OutOfMemoryError(f"{too_large}: {available} are available; lower max_model_len")
+    if device.type == "cpu" and num_bytes > available:
+        raise OutOfMemoryError(
+            f"{too_large}: {available} are available; take a narrower dtype or a smaller model"
+        )
     try:
         model = DecoderModel(config, dtype=dtype, device=device, max_model_len=max_model_len)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
-            f"the weights of {folder} do not fit on {device} as {dtype}: {error}; take a narrower "
-            "dtype or a smaller model"
+            f"{too_large}: {error}; take a narrower dtype or a smaller model"
         ) from None
     tied = {"lm_head.weight": model.embedding} if config.tie_word_embeddings else {}
     load_weights(checkpoint, model.tensors(), tied)
     return model
 
 
+def _check_angles(config: ModelConfig, max_model_len: int) -> None:
+    """:raises ModelLoadError: if the options of RoPE give no angles that can be computed with."""
+    try:
+        frequencies, factor = inverse_frequencies(config.rope, config.head_dim, max_model_len)
+        if math.isfinite(factor) and bool(frequencies.isfinite().all()):
+            return
+        why = "angles are not finite"
+    except (ArithmeticError, ValueError) as error:
+        why = str(error)
+    raise ModelLoadError(f"config.json: {config.rope} cannot be computed with: {why}")
+
+
 def resolve_folder(model: str | Path, revision: str | None = None) -> Path:
-    """The folder of a model: an existing one as it is, else the Hub's, downloaded once.
+    """The folder of a model: an existing one as it is, a GGUF file's conversion, which is made
+    once, or the Hub's, downloaded once.
 
     Only safetensors, JSON and tokenizer files are fetched: no pickles, no code.
 
-    :param model: a folder, or a repository on the Hugging Face Hub (`owner/name`).
-    :param revision: the repository's branch, tag or commit; unused for a folder.
-    :raises ModelLoadError: if there is neither such a folder nor such a repository, or the Hub
-        cannot be reached.
+    :param model: a folder, a GGUF file, a folder that holds one and no safetensors, or a
+        repository on the Hugging Face Hub (`owner/name`).
+    :param revision: the repository's branch, tag or commit; unused for what is here.
+    :raises ModelLoadError: if there is neither such a folder or file nor such a repository, the
+        Hub cannot be reached, or the GGUF file is broken.
+    :raises UnsupportedModelError: if the GGUF file holds something that we do not implement.
     """
-    if model == "":
-        raise ModelLoadError("the model's name is empty; give a folder or owner/name")
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ModelLoadError(f"{path} is a file; expected a model folder")
-    if isinstance(model, Path) or model.startswith((".", "/", "~")):
-        raise ModelLoadError(f"there is no folder {path}")
+    path = locate(model)
+    if path is not None:
+        return path if path.is_dir() else convert(path)
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
             snapshot_download(
-                model,
+                str(model),
                 revision=revision,
                 allow_patterns=list(_WANTED),
                 ignore_patterns=list(_UNWANTED),
