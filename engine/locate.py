@@ -35,8 +35,8 @@ def locate(model: str | Path) -> Path | None:
             raise ModelLoadError(f"{path} is neither a folder nor a file")
     except (OSError, ValueError, RuntimeError) as error:
         # A name that is too long, a NUL in it, no home folder, no permission.
-        shown = str(model)[:200]
-        raise ModelLoadError(f"cannot look for the model at {shown!r}: {error}") from error
+        why = getattr(error, "strerror", None) or error
+        raise ModelLoadError(f"cannot look for the model at {str(model)[:200]!r}: {why}") from error
     if isinstance(model, Path) or model.startswith((".", "/", "~")):
         raise ModelLoadError(f"there is no folder or file {path}")
     if path.suffix.lower() == ".gguf":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import torch
@@ -15,7 +14,6 @@ from .config import ModelConfig
 from .decoder import DecoderModel, check_shapes
 from .gguf import convert
 from .layers import Attend
-from .rope import inverse_frequencies
 from .weights import Checkpoint, load_weights
 
 __all__ = ["Attend", "DecoderModel", "ModelConfig", "cast", "load_model", "resolve_folder"]
@@ -57,7 +55,6 @@ def load_model(
     dtype = dtype or config.dtype or checkpoint.dtype
     num_bytes = check_shapes(config, checkpoint) * dtype.itemsize
     length = max_model_len or config.context_length
-    _check_angles(config, length)
     too_large = (
         f"the weights of {folder} ({num_bytes} bytes as {dtype}) and the angles of "
         f"max_model_len={length} positions do not fit on {device}"
@@ -79,18 +76,6 @@ def load_model(
     tied = {"lm_head.weight": model.embedding} if config.tie_word_embeddings else {}
     load_weights(checkpoint, model.tensors(), tied)
     return model
-
-
-def _check_angles(config: ModelConfig, max_model_len: int) -> None:
-    """:raises ModelLoadError: if the options of RoPE give no angles that can be computed with."""
-    try:
-        frequencies, factor = inverse_frequencies(config.rope, config.head_dim, max_model_len)
-        if math.isfinite(factor) and bool(frequencies.isfinite().all()):
-            return
-        why = "angles are not finite"
-    except (ArithmeticError, ValueError) as error:
-        why = str(error)
-    raise ModelLoadError(f"config.json: {config.rope} cannot be computed with: {why}")
 
 
 def resolve_folder(model: str | Path, revision: str | None = None) -> Path:

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import ModelLoadError, UnsupportedModelError
 from .json_file import read_json_object
-from .rope import ROPE_TYPES, RopeConfig
+from .rope import ROPE_TYPES, RopeConfig, inverse_frequencies
 
 __all__ = ["ModelConfig"]
 
@@ -137,7 +137,7 @@ class ModelConfig:
             num_kv_heads=config.optional_integer("num_key_value_heads") or num_heads,
             head_dim=config.optional_integer("head_dim") or hidden_size // num_heads,
             max_position_embeddings=max_position_embeddings,
-            rms_norm_eps=config.number("rms_norm_eps"),
+            rms_norm_eps=config.number("rms_norm_eps", most=1.0),
             rope=_rope(config, max_position_embeddings),
             layer_windows=_layer_windows(config, family),
             qkv_bias=family.qkv_bias or attention_bias,
@@ -163,6 +163,7 @@ class ModelConfig:
                 f"{config.path}: num_attention_heads={result.num_heads} of "
                 f"head_dim={result.head_dim} are more than {_MAX_INTEGER} together"
             )
+        _check_angles(result, config.path)
         return result
 
 
@@ -245,14 +246,10 @@ class _Keys:
     def optional_integer(self, key: str) -> int | None:
         return None if self.values.get(key) is None else self.integer(key)
 
-    def number(self, key: str) -> float:
+    def number(self, key: str, most: float = _MAX_NUMBER) -> float:
         value = self.values.get(key)
-        if (
-            isinstance(value, bool)
-            or not isinstance(value, int | float)
-            or not 0 < value <= _MAX_NUMBER
-        ):
-            raise self._wrong(key, f"a positive number of at most {_MAX_NUMBER:g}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+            raise self._wrong(key, f"a positive number of at most {most:g}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -343,6 +340,21 @@ def _rope(config: _Keys, max_position_embeddings: int) -> RopeConfig:
         mscale_all_dim=rope.optional_number("mscale_all_dim"),
         truncate=rope.flag("truncate", default=True),
     )
+
+
+def _check_angles(config: ModelConfig, path: str) -> None:
+    """:raises ModelLoadError: if RoPE's options give no angles that can be computed with."""
+    try:
+        # The longest sequence is where dynamic scaling is furthest from where it begins.
+        frequencies, factor = inverse_frequencies(
+            config.rope, config.head_dim, config.max_context_length
+        )
+        if math.isfinite(factor) and bool(frequencies.isfinite().all()):
+            return
+        why = "the angles are not finite"
+    except (ArithmeticError, ValueError) as error:
+        why = str(error)
+    raise ModelLoadError(f"{path}: RoPE cannot be computed from {config.rope}: {why}")
 
 
 def _layer_windows(config: _Keys, family: _Family) -> tuple[int | None, ...]:
