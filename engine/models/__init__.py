@@ -53,29 +53,52 @@ def load_model(
         )
     checkpoint = Checkpoint(folder)
     dtype = dtype or config.dtype or checkpoint.dtype
-    num_bytes = check_shapes(config, checkpoint) * dtype.itemsize
-    length = max_model_len or config.context_length
-    too_large = (
-        f"the weights of {folder} ({num_bytes} bytes as {dtype}) and the angles of "
-        f"max_model_len={length} positions do not fit on {device}"
-    )
-    available = available_memory()
-    # Angles are computed on the host, in float32, in two tables of half a head and joined.
-    if _ANGLE_BYTES * length * config.head_dim > available:
-        raise OutOfMemoryError(f"{too_large}: {available} are available; lower max_model_len")
-    if device.type == "cpu" and num_bytes > available:
-        raise OutOfMemoryError(
-            f"{too_large}: {available} are available; take a narrower dtype or a smaller model"
-        )
+    num_elements = check_shapes(config, checkpoint)
+    _check_memory(folder, config, dtype, device, num_elements, max_model_len)
     try:
         model = DecoderModel(config, dtype=dtype, device=device, max_model_len=max_model_len)
     except torch.OutOfMemoryError as error:
         raise OutOfMemoryError(
-            f"{too_large}: {error}; take a narrower dtype or a smaller model"
+            f"the weights of {folder} do not fit on {device} as {dtype}: {error}; take a narrower "
+            "dtype or a smaller model"
         ) from None
     tied = {"lm_head.weight": model.embedding} if config.tie_word_embeddings else {}
     load_weights(checkpoint, model.tensors(), tied)
     return model
+
+
+def _check_memory(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_elements: int,
+    max_model_len: int | None,
+) -> None:
+    """Compare with the host's memory before any of it is taken.
+
+    :param num_elements: of the weights.
+    :raises OutOfMemoryError: if the weights, or one sequence, do not fit.
+    """
+    length = max_model_len or config.context_length
+    on_host, size = device.type == "cpu", dtype.itemsize
+    weights = num_elements * size if on_host else 0
+    # The table of angles is made on the host for every device. The keys and values are taken
+    # later, but where they cannot fit a table as long need not be computed first.
+    angles = _ANGLE_BYTES * config.head_dim * length
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size * length
+    sequence = max(angles, kv) if on_host else angles
+    available = available_memory()
+    if weights > available:
+        raise OutOfMemoryError(
+            f"the weights of {folder} take {weights} bytes as {dtype} and {available} are "
+            "available; take a narrower dtype or a smaller model"
+        )
+    if sequence > available:
+        raise OutOfMemoryError(
+            f"{folder}: a sequence of max_model_len={length} tokens takes {sequence} bytes and "
+            f"{available} are available; lower max_model_len"
+        )
 
 
 def resolve_folder(model: str | Path, revision: str | None = None) -> Path:
