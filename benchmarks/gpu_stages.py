@@ -619,7 +619,7 @@ def _free_bytes(device: str) -> int:
     import torch
 
     if device != "cuda":
-        from ragserve.engine.kv_cache import available_memory
+        from ragserve.engine.memory import available_memory
 
         return available_memory()
     torch.zeros(1, device="cuda")

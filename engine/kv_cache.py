@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,25 +10,14 @@ from ragserve.kernels import KVLayer
 
 from .block_pool import BlockLayout
 from .errors import OutOfMemoryError
+from .memory import available_memory
 
 if TYPE_CHECKING:
     from .models import ModelConfig
 
-__all__ = ["KVCache", "available_memory", "plan_blocks"]
+__all__ = ["KVCache", "plan_blocks"]
 
 _DEFAULT_BYTES = 1 << 30
-
-
-def available_memory() -> int:
-    """Bytes of memory that could be taken now without swapping, as the system sees it."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass  # not Linux: what is free is the best that the standard library can tell
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def plan_blocks(
@@ -49,11 +37,13 @@ def plan_blocks(
         budget = kv_cache_bytes
     num_blocks = budget // bytes_per_block
     if num_blocks < needed:
+        fits = num_blocks * block_size
         raise OutOfMemoryError(
-            f"kv_cache_bytes={budget} holds {num_blocks} blocks of {block_size} tokens and one "
-            f"sequence of max_model_len={max_model_len} needs {needed} "
-            f"({needed * bytes_per_block} bytes); raise kv_cache_bytes to that, or lower "
-            f"max_model_len to {num_blocks * block_size}"
+            f"kv_cache_bytes={budget} holds {num_blocks} blocks of {block_size} tokens, "
+            f"{bytes_per_block} bytes each, and one sequence of max_model_len={max_model_len} "
+            f"needs {needed} ({needed * bytes_per_block} bytes); raise kv_cache_bytes to that"
+            # A sequence has at least one token of prompt and one of answer.
+            + (f", or lower max_model_len to {fits}" if fits > 1 else "")
         )
     if budget > available:
         raise OutOfMemoryError(

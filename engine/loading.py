@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import logging
 import time
@@ -14,7 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from .config import EngineConfig
 from .core import Runner
-from .errors import InvalidParamsError, ModelLoadError
+from .errors import InvalidParamsError, ModelLoadError, OutOfMemoryError
+from .locate import locate
 from .text import Tokenizer
 from .tiers import BlockIO, BlockStore, Tiers
 
@@ -28,6 +30,13 @@ if TYPE_CHECKING:
 __all__ = ["LoadedModel", "ModelSource", "PretrainedModel", "build", "log_opened"]
 
 _logger = logging.getLogger("ragserve")
+
+_NO_MEMORY = (
+    "can't allocate memory",
+    "unable to mmap",
+    "can't start new thread",
+    "failed to map segment",
+)
 
 
 @dataclass(slots=True)
@@ -75,7 +84,8 @@ class ModelSource(Protocol):
 class PretrainedModel:
     """A model from a Hugging Face folder, a hub id, or a `.gguf` file.
 
-    :param name: path or hub id.
+    :param name: path of a folder or file, or hub id; a folder with nothing but a `.gguf` file is
+        that file.
     """
 
     def __init__(self, name: str | Path) -> None:
@@ -89,6 +99,11 @@ class PretrainedModel:
         :raises OutOfMemoryError: if the KV pool does not fit.
         :raises InvalidParamsError: if a knob does not fit the model.
         """
+        path = locate(self.name)  # before torch, whose import takes seconds
+        with _typed_errors(self.name):
+            return self._load(path, config)
+
+    def _load(self, path: Path | None, config: EngineConfig) -> LoadedModel:
         seconds: dict[str, float] = {}
         with _timed(seconds, "import"):
             import torch
@@ -97,12 +112,7 @@ class PretrainedModel:
 
         device = _device(config)
         with _timed(seconds, "files"):
-            if str(self.name).endswith(".gguf"):
-                from .models.gguf import convert
-
-                folder = convert(Path(self.name))
-            else:
-                folder = resolve_folder(self.name, config.revision)
+            folder = resolve_folder(self.name, config.revision)
             dtype = None if config.dtype == "auto" else getattr(torch, config.dtype)
             if dtype is not None:
                 folder = cast(folder, dtype)
@@ -116,7 +126,7 @@ class PretrainedModel:
             tokenizer = tokenizing.result()
             weights = None if hashing is None else hashing.result()
         tokenizer.check_model(model.config.vocab_size)
-        name = Path(self.name).stem if str(self.name).endswith(".gguf") else str(self.name)
+        name = str(self.name) if path is None or path.is_dir() else path.stem
         return build(model, tokenizer, config, name=name, seconds=seconds, weights=weights)
 
     @staticmethod
@@ -126,7 +136,7 @@ class PretrainedModel:
 
         with _timed(seconds, "fingerprint"):
             try:
-                return hash_files(sorted(set(Checkpoint(folder).files.values())))
+                return hash_files(Checkpoint(folder).files)
             except OSError as error:
                 raise ModelLoadError(f"cannot read the weights in {folder}: {error}") from error
 
@@ -267,6 +277,39 @@ def _device(config: EngineConfig) -> torch.device:
             "device", config.device, '"cpu", as triton is not installed: pip install triton'
         )
     return torch.device("cuda", index)
+
+
+@contextmanager
+def _typed_errors(name: str | Path) -> Iterator[None]:
+    """What runs out, or breaks, while a model is opened is named, wherever it is noticed."""
+    try:
+        yield
+    except OutOfMemoryError:
+        raise
+    except MemoryError as error:
+        raise _no_memory(name, error) from error
+    except OSError as error:
+        if error.errno == errno.ENOMEM:
+            raise _no_memory(name, error) from error
+        hint = ""
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            hint = "; close files, or raise the limit (ulimit -n)"
+        raise ModelLoadError(f"cannot open {name}: {error}{hint}") from error
+    except RecursionError:  # without its traceback of a thousand lines
+        raise ModelLoadError(f"cannot open {name}: a file of it is nested too deeply") from None
+    except (RuntimeError, ImportError) as error:
+        # Neither torch, on a CPU, nor threading, nor the dynamic linker has an error type for it.
+        if any(text in str(error) for text in _NO_MEMORY):
+            raise _no_memory(name, error) from error
+        raise
+
+
+def _no_memory(name: str | Path, error: Exception) -> OutOfMemoryError:
+    what = str(error) or type(error).__name__
+    return OutOfMemoryError(
+        f"no memory is left to open {name}: {what}; free some, raise the process's limit "
+        "(ulimit -v), or take a narrower dtype, a smaller model or a lower kv_cache_bytes"
+    )
 
 
 @contextmanager

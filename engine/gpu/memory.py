@@ -106,7 +106,7 @@ def plan_gpu_blocks(
             f"{source} leaves {max(0, budget)} bytes, which hold {num_blocks} blocks of {size} "
             f"tokens, and one sequence of max_model_len={max_model_len} needs {needed} "
             f"({needed * block_bytes} bytes); lower max_model_len"
-            + (f" to {fits}" if fits else "")
+            + (f" to {fits}" if fits > 1 else "")
             + ", max_num_batched_tokens or max_num_seqs, or give it more memory"
         )
     return num_blocks

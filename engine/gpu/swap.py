@@ -25,7 +25,7 @@ from torch import Tensor
 from ragserve.kernels import triton as ops
 
 from ..errors import OutOfMemoryError
-from ..kv_cache import available_memory
+from ..memory import available_memory
 from .stream import DeviceStream, Mark
 
 __all__ = ["GPUBlockIO", "staging_bytes"]

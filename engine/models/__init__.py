@@ -7,15 +7,21 @@ from pathlib import Path
 import torch
 
 from ..errors import InvalidParamsError, ModelLoadError, OutOfMemoryError
+from ..locate import locate
+from ..memory import available_memory
 from .cast import cast
 from .config import ModelConfig
-from .decoder import DecoderModel
+from .decoder import DecoderModel, check_shapes
+from .gguf import convert
 from .layers import Attend
 from .weights import Checkpoint, load_weights
 
 __all__ = ["Attend", "DecoderModel", "ModelConfig", "cast", "load_model", "resolve_folder"]
 
 _WANTED = ("*.json", "*.safetensors", "*.txt", "*.jinja", "tokenizer.model")
+_ANGLE_BYTES = 12
+"""Of each element of the table of angles, while it is computed: angles, cosines and sines, both
+joined."""
 # Sub-folders hold other formats, and Mistral's repositories a second copy of the weights.
 _UNWANTED = ("*/*", "consolidated*")
 
@@ -47,6 +53,8 @@ def load_model(
         )
     checkpoint = Checkpoint(folder)
     dtype = dtype or config.dtype or checkpoint.dtype
+    num_elements = check_shapes(config, checkpoint)
+    _check_memory(folder, config, dtype, device, num_elements, max_model_len)
     try:
         model = DecoderModel(config, dtype=dtype, device=device, max_model_len=max_model_len)
     except torch.OutOfMemoryError as error:
@@ -59,31 +67,62 @@ def load_model(
     return model
 
 
+def _check_memory(
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_elements: int,
+    max_model_len: int | None,
+) -> None:
+    """Compare with the host's memory before any of it is taken.
+
+    :param num_elements: of the weights.
+    :raises OutOfMemoryError: if the weights, or one sequence, do not fit.
+    """
+    length = max_model_len or config.context_length
+    on_host, size = device.type == "cpu", dtype.itemsize
+    weights = num_elements * size if on_host else 0
+    # The table of angles is made on the host for every device. The keys and values are taken
+    # later, but where they cannot fit a table as long need not be computed first.
+    angles = _ANGLE_BYTES * config.head_dim * length
+    kv = 2 * config.num_layers * config.num_kv_heads * config.head_dim * size * length
+    sequence = max(angles, kv) if on_host else angles
+    available = available_memory()
+    if weights > available:
+        raise OutOfMemoryError(
+            f"the weights of {folder} take {weights} bytes as {dtype} and {available} are "
+            "available; take a narrower dtype or a smaller model"
+        )
+    if sequence > available:
+        raise OutOfMemoryError(
+            f"{folder}: a sequence of max_model_len={length} tokens takes {sequence} bytes and "
+            f"{available} are available; lower max_model_len"
+        )
+
+
 def resolve_folder(model: str | Path, revision: str | None = None) -> Path:
-    """The folder of a model: an existing one as it is, else the Hub's, downloaded once.
+    """The folder of a model: an existing one as it is, a GGUF file's conversion, which is made
+    once, or the Hub's, downloaded once.
 
     Only safetensors, JSON and tokenizer files are fetched: no pickles, no code.
 
-    :param model: a folder, or a repository on the Hugging Face Hub (`owner/name`).
-    :param revision: the repository's branch, tag or commit; unused for a folder.
-    :raises ModelLoadError: if there is neither such a folder nor such a repository, or the Hub
-        cannot be reached.
+    :param model: a folder, a GGUF file, a folder that holds one and no safetensors, or a
+        repository on the Hugging Face Hub (`owner/name`).
+    :param revision: the repository's branch, tag or commit; unused for what is here.
+    :raises ModelLoadError: if there is neither such a folder or file nor such a repository, the
+        Hub cannot be reached, or the GGUF file is broken.
+    :raises UnsupportedModelError: if the GGUF file holds something that we do not implement.
     """
-    if model == "":
-        raise ModelLoadError("the model's name is empty; give a folder or owner/name")
-    path = Path(model).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ModelLoadError(f"{path} is a file; expected a model folder")
-    if isinstance(model, Path) or model.startswith((".", "/", "~")):
-        raise ModelLoadError(f"there is no folder {path}")
+    path = locate(model)
+    if path is not None:
+        return path if path.is_dir() else convert(path)
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
             snapshot_download(
-                model,
+                str(model),
                 revision=revision,
                 allow_patterns=list(_WANTED),
                 ignore_patterns=list(_UNWANTED),

@@ -9,17 +9,19 @@ import shutil
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ..cache import cache_directory, make_folder
+from ..cache import RECORD, cache_directory, check_room, make_folder, short_name
 from .config import ModelConfig
+from .decoder import check_shapes
 from .weights import DTYPES, Checkpoint
 
 __all__ = ["cast"]
 
 _logger = logging.getLogger("ragserve")
 
-_VERSION = "1"
+_VERSION = "2"
 """Part of every fingerprint; raise it when what is written changes."""
 
 _BESIDES = ("*.json", "*.jinja", "*.txt", "tokenizer.model")
@@ -35,25 +37,30 @@ def cast(folder: Path, dtype: torch.dtype) -> Path:
     :raises ModelLoadError: if the weights are missing or broken.
     :raises UnsupportedModelError: if it is a model that cannot be run anyway.
     """
-    ModelConfig.from_folder(folder)  # refused before, not after, gigabytes are written
-    checkpoint = Checkpoint(folder)
-    if dtype.itemsize >= checkpoint.dtype.itemsize:
+    config, checkpoint = ModelConfig.from_folder(folder), Checkpoint(folder)
+    stored = checkpoint.dtype.itemsize
+    if dtype.itemsize >= stored:
         return folder
+    check_shapes(config, checkpoint)  # refused before, not after, gigabytes are written
     name = str(dtype).removeprefix("torch.")
-    files = sorted(set(checkpoint.files.values()))
-    state = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    files = checkpoint.files
+    besides = sorted(
+        file
+        for pattern in _BESIDES
+        for file in folder.glob(pattern)
+        if file.is_file() and file.name != RECORD
+    )
+    state = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in (*files, *besides)]
     facts = json.dumps([_VERSION, str(folder.resolve()), name, state])
     fingerprint = hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
-    target = cache_directory() / "models" / f"{folder.name}-{name}-{fingerprint[:16]}"
 
     def write(scratch: Path) -> None:
-        _logger.info("casting %s to %s, once, into %s", folder, name, target)
-        for pattern in _BESIDES:
-            for file in folder.glob(pattern):
-                if not file.name.startswith("conversion"):
-                    shutil.copyfile(file, scratch / file.name)
+        check_room(scratch, sum(file.stat().st_size for file in files) * dtype.itemsize // stored)
+        _logger.info("casting %s to %s, once, for the cache", folder, name)
+        for file in besides:
+            shutil.copyfile(file, scratch / file.name)
         for file in files:
-            names = [tensor for tensor, home in checkpoint.files.items() if home == file]
+            names = [name for name, tensor in checkpoint.tensors.items() if tensor.file == file]
             tensors = {
                 tensor: (value.to(dtype) if value.dtype in DTYPES else value.clone())
                 for tensor, value in checkpoint.read(names)
@@ -61,7 +68,10 @@ def cast(folder: Path, dtype: torch.dtype) -> Path:
             save_file(tensors, scratch / file.name, metadata={"format": "pt"})
 
     try:
+        target = (
+            cache_directory() / "models" / f"{short_name(folder.name)}-{name}-{fingerprint[:16]}"
+        )
         return make_folder(target, fingerprint, write)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # the latter if the disk is full
         _logger.warning("%s is not kept in %s: %s", folder, name, error)
         return folder

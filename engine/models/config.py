@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,16 @@ from typing import Any
 import torch
 
 from ..errors import ModelLoadError, UnsupportedModelError
-from .rope import ROPE_TYPES, RopeConfig
+from .json_file import read_json_object
+from .rope import ROPE_TYPES, RopeConfig, inverse_frequencies
 
 __all__ = ["ModelConfig"]
 
+_MAX_INTEGER = 1 << 28
+"""No size of a model comes near it, and the product of two in bytes fits into 64 bits."""
+_MAX_LAYERS = 1 << 12
+_MAX_HEAD_DIM = 1 << 14
+_MAX_NUMBER = 1e18
 _ACTIVATIONS = ("silu", "swish")  # two names of one function
 _DTYPES = {
     "float32": torch.float32,
@@ -96,7 +102,13 @@ class ModelConfig:
         :raises UnsupportedModelError: if the architecture or one of its options is not one we
             implement.
         """
-        config = _read_json(folder / "config.json")
+        path = folder / "config.json"
+        if not path.exists():
+            raise ModelLoadError(
+                f"{path} is missing; a model folder holds config.json, *.safetensors and a "
+                "tokenizer"
+            )
+        config = _read_json(path)
         family = _family(config)
         config = _Keys({**family.defaults, **config.values}, config.path)
         if config.values.get("quantization_config"):
@@ -107,7 +119,7 @@ class ModelConfig:
         activation = config.values.get("hidden_act")
         if activation not in _ACTIVATIONS:
             raise UnsupportedModelError(
-                f"{config.path}: hidden_act={activation!r} is not supported; "
+                f"{config.path}: hidden_act={reprlib.repr(activation)} is not supported; "
                 f"known: {', '.join(_ACTIVATIONS)}"
             )
 
@@ -120,12 +132,12 @@ class ModelConfig:
             vocab_size=config.integer("vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=config.integer("intermediate_size"),
-            num_layers=config.integer("num_hidden_layers"),
+            num_layers=config.integer("num_hidden_layers", _MAX_LAYERS),
             num_heads=num_heads,
             num_kv_heads=config.optional_integer("num_key_value_heads") or num_heads,
             head_dim=config.optional_integer("head_dim") or hidden_size // num_heads,
             max_position_embeddings=max_position_embeddings,
-            rms_norm_eps=config.number("rms_norm_eps"),
+            rms_norm_eps=config.number("rms_norm_eps", most=1.0),
             rope=_rope(config, max_position_embeddings),
             layer_windows=_layer_windows(config, family),
             qkv_bias=family.qkv_bias or attention_bias,
@@ -141,10 +153,17 @@ class ModelConfig:
                 f"{config.path}: num_attention_heads={result.num_heads} is not a multiple of "
                 f"num_key_value_heads={result.num_kv_heads}"
             )
-        if result.head_dim % 2 or result.head_dim < 4:
+        if result.head_dim % 2 or not 4 <= result.head_dim <= _MAX_HEAD_DIM:
             raise ModelLoadError(
-                f"{config.path}: head_dim={result.head_dim} must be even and at least 4 for RoPE"
+                f"{config.path}: head_dim={result.head_dim} must be even and at least 4 for RoPE, "
+                f"and at most {_MAX_HEAD_DIM}"
             )
+        if result.num_heads * result.head_dim > _MAX_INTEGER:
+            raise ModelLoadError(
+                f"{config.path}: num_attention_heads={result.num_heads} of "
+                f"head_dim={result.head_dim} are more than {_MAX_INTEGER} together"
+            )
+        _check_angles(result, config.path)
         return result
 
 
@@ -215,21 +234,22 @@ class _Keys:
     def _wrong(self, key: str, expected: str) -> ModelLoadError:
         if key not in self.values:
             return ModelLoadError(f"{self.path}: {key} is missing; expected {expected}")
-        return ModelLoadError(f"{self.path}: {key}={self.values[key]!r} is not {expected}")
+        value = reprlib.repr(self.values[key])
+        return ModelLoadError(f"{self.path}: {key}={value} is not {expected}")
 
-    def integer(self, key: str) -> int:
+    def integer(self, key: str, most: int = _MAX_INTEGER) -> int:
         value = self.values.get(key)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self._wrong(key, "a positive integer")
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            raise self._wrong(key, f"an integer from 1 to {most}")
         return value
 
     def optional_integer(self, key: str) -> int | None:
         return None if self.values.get(key) is None else self.integer(key)
 
-    def number(self, key: str) -> float:
+    def number(self, key: str, most: float = _MAX_NUMBER) -> float:
         value = self.values.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise self._wrong(key, "a positive number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= most:
+            raise self._wrong(key, f"a positive number of at most {most:g}")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -254,27 +274,20 @@ class _Keys:
 
 
 def _read_json(path: Path) -> _Keys:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise ModelLoadError(
-            f"{path} is missing; a model folder holds config.json, *.safetensors and a tokenizer"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ModelLoadError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelLoadError(f"{path} holds a {type(values).__name__}, not an object")
-    return _Keys(values, str(path))
+    return _Keys(read_json_object(path), str(path))
 
 
 def _family(config: _Keys) -> _Family:
     named = config.values.get("architectures") or []
     model_type = config.values.get("model_type")
+    if not isinstance(named, list):
+        raise config._wrong("architectures", "a list of names")
     for family in _FAMILIES:
         if family.architecture in named or (not named and family.model_type == model_type):
             return family
     raise UnsupportedModelError(
-        f"{config.path}: architectures={named!r} (model_type={model_type!r}) is not supported; "
+        f"{config.path}: architectures={reprlib.repr(named)} "
+        f"(model_type={reprlib.repr(model_type)}) is not supported; "
         f"known: {', '.join(family.architecture for family in _FAMILIES)}"
     )
 
@@ -289,7 +302,8 @@ def _rope(config: _Keys, max_position_embeddings: int) -> RopeConfig:
     rope_type = rope.values.get("rope_type") or rope.values.get("type") or "default"
     if rope_type not in ROPE_TYPES:
         raise UnsupportedModelError(
-            f"{rope.path}: rope_type={rope_type!r} is not supported; known: {', '.join(ROPE_TYPES)}"
+            f"{rope.path}: rope_type={reprlib.repr(rope_type)} is not supported; known: "
+            f"{', '.join(ROPE_TYPES)}"
         )
     for keys in (rope, config):
         if keys.values.get("partial_rotary_factor") not in (None, 1, 1.0):
@@ -328,8 +342,23 @@ def _rope(config: _Keys, max_position_embeddings: int) -> RopeConfig:
     )
 
 
+def _check_angles(config: ModelConfig, path: str) -> None:
+    """:raises ModelLoadError: if RoPE's options give no angles that can be computed with."""
+    try:
+        # The longest sequence is where dynamic scaling is furthest from where it begins.
+        frequencies, factor = inverse_frequencies(
+            config.rope, config.head_dim, config.max_context_length
+        )
+        if math.isfinite(factor) and bool(frequencies.isfinite().all()):
+            return
+        why = "the angles are not finite"
+    except (ArithmeticError, ValueError) as error:
+        why = str(error)
+    raise ModelLoadError(f"{path}: RoPE cannot be computed from {config.rope}: {why}")
+
+
 def _layer_windows(config: _Keys, family: _Family) -> tuple[int | None, ...]:
-    num_layers = config.integer("num_hidden_layers")
+    num_layers = config.integer("num_hidden_layers", _MAX_LAYERS)
     if family.windows == "none" or (
         family.windows == "chosen" and not config.flag("use_sliding_window")
     ):
@@ -339,17 +368,19 @@ def _layer_windows(config: _Keys, family: _Family) -> tuple[int | None, ...]:
     if kinds is None:
         first = 0 if family.windows == "all" else config.values.get("max_window_layers")
         if isinstance(first, bool) or not isinstance(first, int):
-            raise ModelLoadError(f"{config.path}: max_window_layers={first!r} is not an integer")
+            raise config._wrong("max_window_layers", "an integer")
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
         raise ModelLoadError(
-            f"{config.path}: layer_types={kinds!r} must list num_hidden_layers={num_layers} layers"
+            f"{config.path}: layer_types={reprlib.repr(kinds)} must list "
+            f"num_hidden_layers={num_layers} layers"
         )
     known = {"full_attention": None, "sliding_attention": window}
     for kind in kinds:
-        if kind not in known:
+        if not isinstance(kind, str) or kind not in known:
             raise UnsupportedModelError(
-                f"{config.path}: layer type {kind!r} is not supported; known: {', '.join(known)}"
+                f"{config.path}: layer type {reprlib.repr(kind)} is not supported; known: "
+                f"{', '.join(known)}"
             )
     return tuple(known[kind] for kind in kinds)
 
@@ -358,9 +389,10 @@ def _dtype(config: _Keys) -> torch.dtype | None:
     name = config.values.get("dtype") or config.values.get("torch_dtype")
     if name is None:
         return None
-    if name not in _DTYPES:
+    if not isinstance(name, str) or name not in _DTYPES:
         raise UnsupportedModelError(
-            f"{config.path}: dtype={name!r} is not supported; known: {', '.join(_DTYPES)}"
+            f"{config.path}: dtype={reprlib.repr(name)} is not supported; known: "
+            f"{', '.join(_DTYPES)}"
         )
     return _DTYPES[name]
 

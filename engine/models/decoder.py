@@ -8,11 +8,13 @@ from torch import Tensor
 
 from ragserve import kernels
 
+from ..errors import ModelLoadError
 from .config import ModelConfig
 from .layers import Attend, DecoderLayer
 from .rope import rope_table
+from .weights import Checkpoint
 
-__all__ = ["DecoderModel"]
+__all__ = ["DecoderModel", "check_shapes"]
 
 
 class DecoderModel:
@@ -99,3 +101,19 @@ class DecoderModel:
             for name, tensor in layer.tensors():
                 result[f"model.layers.{index}.{name}"] = tensor
         return result
+
+
+def check_shapes(config: ModelConfig, checkpoint: Checkpoint) -> int:
+    """Compare a model with its weights before there is memory for them.
+
+    :returns: bytes of the weights, at one byte an element.
+    :raises ModelLoadError: if a tensor is missing, or has another shape or an unknown dtype.
+    """
+    if config.num_layers > len(checkpoint.tensors):
+        raise ModelLoadError(
+            f"config.json has num_hidden_layers={config.num_layers} and the checkpoint only "
+            f"{len(checkpoint.tensors)} tensors"
+        )
+    model = DecoderModel(config, dtype=torch.int8, device=torch.device("meta"), max_model_len=1)
+    checkpoint.check({name: tuple(tensor.shape) for name, tensor in model.tensors().items()})
+    return sum(tensor.numel() for tensor in model.tensors().values())

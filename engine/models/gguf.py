@@ -16,19 +16,21 @@ import hashlib
 import json
 import math
 import re
-import shutil
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
-from ..cache import cache_directory, is_made, make_folder
+from ..cache import cache_directory, check_room, is_made, make_folder, short_name, sweep
 from ..errors import ModelLoadError, UnsupportedModelError
+from .config import ModelConfig
+from .gguf_file import GGUFFile, GGUFTensor
 from .gguf_tokenizer import build_tokenizer, special_token_ids
 
 if TYPE_CHECKING:
     import numpy as np
-    from gguf import GGUFReader, ReaderTensor
+    from gguf import GGMLQuantizationType
 
 __all__ = ["Progress", "convert"]
 
@@ -60,15 +62,19 @@ def convert(path: Path, out: Path | None = None, *, progress: Progress | None = 
     :raises UnsupportedModelError: if the architecture, a quantization or the tokenizer is not
         one that is implemented.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ModelLoadError(f"{path} is not a file; expected one in GGUF")
     try:
         fingerprint = _fingerprint(path)
+        if out is not None:
+            target = Path(out)
+        else:
+            name = f"{short_name(path.stem)}-{fingerprint[:16]}"
+            target = cache_directory() / "models" / name
+        sweep(target.parent)
     except OSError as error:
         raise ModelLoadError(f"cannot read {path}: {error}") from error
-    if out is not None:
-        target = Path(out)
-    else:
-        target = cache_directory() / "models" / f"{path.stem}-{fingerprint[:16]}"
     if is_made(target, fingerprint):
         return target
     if out is not None and target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -102,24 +108,44 @@ def _fingerprint(path: Path) -> str:
 
 @dataclass(frozen=True)
 class _Checkpoint:
-    """A GGUF file, read: its metadata as plain values, its tensors still memory-mapped."""
+    """A GGUF file of an architecture that is known; its tensors are still on the disk."""
 
-    path: Path
+    file: GGUFFile
     architecture: str
-    metadata: dict[str, Any]
-    tensors: dict[str, ReaderTensor]
+
+    @property
+    def path(self) -> Path:
+        return self.file.path
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self.file.metadata
+
+    @property
+    def tensors(self) -> dict[str, GGUFTensor]:
+        return self.file.tensors
 
     def get(self, key: str, kind: type[_T], default: _T | None = None) -> _T:
-        """The entry `{architecture}.{key}`.
+        """The entry `{architecture}.{key}`, which some files list once for each layer.
 
         :raises ModelLoadError: if it is missing without a default, or of another type.
+        :raises UnsupportedModelError: if layers differ in it.
         """
         key = f"{self.architecture}.{key}"
         value = self.metadata.get(key, default)
         if value is None:
             raise ModelLoadError(f"{self.path} has no {key}")
+        if isinstance(value, list) and value:
+            if any(item != value[0] for item in value):
+                raise UnsupportedModelError(
+                    f"{self.path}: {key} is {reprlib.repr(value)}; layers that differ are not "
+                    "supported"
+                )
+            value = value[0]
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise ModelLoadError(f"{self.path}: {key} is {value!r}, expected {kind.__name__}")
+            raise ModelLoadError(
+                f"{self.path}: {key} is {reprlib.repr(value)}, expected {kind.__name__}"
+            )
         return kind(_shortest(value)) if isinstance(value, float) else value
 
 
@@ -127,40 +153,25 @@ def _shortest(value: float) -> float:
     """The shortest decimal that is the same float32: 9.99999974e-06 was written as 1e-05."""
     import numpy as np
 
-    return float(str(np.float32(value)))
+    with np.errstate(over="ignore"):  # a number that float32 lacks is refused as infinite
+        return float(str(np.float32(value)))
 
 
 def _read(path: Path) -> _Checkpoint:
-    try:
-        from gguf import GGUFReader
-    except ImportError as error:
-        raise ModelLoadError(
-            "reading a GGUF file needs the gguf library: pip install 'ragserve[gguf]'"
-        ) from error
-    try:
-        reader = GGUFReader(path)
-        metadata = {name: field.contents() for name, field in reader.fields.items()}
-    except Exception as error:
-        # The reader has no error type of its own: damage surfaces as whatever it trips over.
-        raise ModelLoadError(f"{path} is not a whole GGUF file: {error}") from error
-    return _check(path, reader, metadata)
-
-
-def _check(path: Path, reader: GGUFReader, metadata: dict[str, Any]) -> _Checkpoint:
+    file = GGUFFile(path)
+    metadata = file.metadata
     architecture = metadata.get("general.architecture")
     if not isinstance(architecture, str) or architecture not in _CLASSES:
         raise UnsupportedModelError(
-            f"{path}: general.architecture is {architecture!r}; known are {', '.join(_CLASSES)}"
+            f"{path}: general.architecture is {reprlib.repr(architecture)}; known are "
+            f"{', '.join(_CLASSES)}"
         )
-    if reader.byte_order != "I":
-        raise UnsupportedModelError(f"{path} was written for the other byte order")
     if metadata.get("split.count", 1) not in (0, 1):
         raise UnsupportedModelError(
-            f"{path} is one of {metadata['split.count']} parts; merge them with llama.cpp's "
-            f"llama-gguf-split first"
+            f"{path} is one of {reprlib.repr(metadata['split.count'])} parts; merge them with "
+            f"llama.cpp's llama-gguf-split first"
         )
-    tensors = {tensor.name: tensor for tensor in reader.tensors}
-    checkpoint = _Checkpoint(path, architecture, metadata, tensors)
+    checkpoint = _Checkpoint(file, architecture)
     if checkpoint.get("expert_count", int, 0) > 0:
         raise UnsupportedModelError(f"{path} is a mixture of experts, which is not implemented")
     return checkpoint
@@ -175,10 +186,11 @@ def _config(checkpoint: _Checkpoint) -> dict[str, Any]:
     heads = get("attention.head_count", int)
     hidden = get("embedding_length", int)
     kv_heads = get("attention.head_count_kv", int, heads)
-    if kv_heads < 1 or heads < kv_heads:
+    if kv_heads < 1 or heads < kv_heads or heads % kv_heads:
         raise ModelLoadError(f"{checkpoint.path}: {heads} heads with {kv_heads} heads of keys")
     layers = get("block_count", int)
-    if layers > len(tensors):  # checked here, since the list of expected tensors grows with it
+    # Checked here, since the list of expected tensors grows with it.
+    if not 1 <= layers <= len(tensors):
         raise ModelLoadError(f"{checkpoint.path}: {layers} layers but {len(tensors)} tensors")
     head_dim = get("attention.key_length", int, hidden // heads)
     rotated = get("rope.dimension_count", int, head_dim)
@@ -205,7 +217,7 @@ def _config(checkpoint: _Checkpoint) -> dict[str, Any]:
         "rms_norm_eps": get("attention.layer_norm_rms_epsilon", float),
         "rope_parameters": _rope(checkpoint, head_dim),
         "tie_word_embeddings": "output.weight" not in tensors,
-        "vocab_size": int(embedding.shape[1]),
+        "vocab_size": embedding.shape[0],
         "dtype": _config_dtype(checkpoint),
         **_token_ids(checkpoint.metadata),
     }
@@ -214,11 +226,6 @@ def _config(checkpoint: _Checkpoint) -> dict[str, Any]:
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in tensors
     elif checkpoint.architecture == "qwen3":
         config["attention_bias"] = False
-    if config["vocab_size"] < len(checkpoint.metadata.get("tokenizer.ggml.tokens", ())):
-        raise ModelLoadError(
-            f"{checkpoint.path}: {len(checkpoint.metadata['tokenizer.ggml.tokens'])} tokens but "
-            f"only {config['vocab_size']} embeddings"
-        )
     return config
 
 
@@ -268,7 +275,8 @@ def _rope(checkpoint: _Checkpoint, head_dim: int) -> dict[str, Any]:
             "attention_factor": attention * (0.1 * math.log(factor) + 1.0),
         }
     raise UnsupportedModelError(
-        f"{checkpoint.path}: rope.scaling.type is {kind!r}; known are none, linear, yarn"
+        f"{checkpoint.path}: rope.scaling.type is {reprlib.repr(kind)}; known are none, linear, "
+        "yarn"
     )
 
 
@@ -280,16 +288,21 @@ def _llama3_scaling(checkpoint: _Checkpoint, base: float, head_dim: int) -> dict
     """
     import numpy as np
 
-    stored = _dequantize(checkpoint.tensors["rope_freqs.weight"]).astype(np.float64)
+    unknown = UnsupportedModelError(
+        f"{checkpoint.path}: rope_freqs.weight is not the scaling of a Llama 3 model"
+    )
+    tensor = checkpoint.tensors["rope_freqs.weight"]
+    if tensor.shape != (head_dim // 2,) or tensor.kind.name != "F32":
+        raise unknown
+    stored = _dequantize(checkpoint.file, tensor).astype(np.float64)
     factor = _shortest(float(stored.max(initial=1.0)))
     original, low, high = 8192, 1.0, 4.0
-    wavelength = 2 * math.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
-    smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
-    expected = 1.0 / ((1 - smooth) / factor + smooth)
-    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
-        raise UnsupportedModelError(
-            f"{checkpoint.path}: rope_freqs.weight is not the scaling of a Llama 3 model"
-        )
+    with np.errstate(all="ignore"):  # what is not finite differs from what is stored
+        wavelength = 2 * math.pi * base ** (np.arange(0, head_dim, 2) / head_dim)
+        smooth = np.clip((original / wavelength - low) / (high - low), 0.0, 1.0)
+        expected = 1.0 / ((1 - smooth) / factor + smooth)
+    if not math.isfinite(factor) or not np.allclose(stored, expected, rtol=1e-3):
+        raise unknown
     return {
         "rope_type": "llama3",
         "factor": factor,
@@ -359,19 +372,32 @@ def _check_layout(checkpoint: _Checkpoint, layout: dict[str, tuple[str, tuple[in
     if unknown:
         raise UnsupportedModelError(
             f"{checkpoint.path} has {len(unknown)} tensors that a {checkpoint.architecture} model "
-            f"here does not have, the first is {unknown[0]}"
+            f"here does not have, the first is {reprlib.repr(unknown[0])}"
         )
     for name, (_, shape) in layout.items():
-        stored = tuple(int(n) for n in reversed(tensors[name].shape))
+        stored = tensors[name].shape
         if stored != shape:
             raise ModelLoadError(
                 f"{checkpoint.path}: {name} has shape {stored}, its metadata say {shape}"
             )
+    for kind in {tensors[name].kind for name in layout}:
+        _check_kind(checkpoint.path, kind)
 
 
-def _dtype(tensor: ReaderTensor) -> str:
+def _check_kind(path: Path, kind: GGMLQuantizationType) -> None:
+    """Find out by one block of zeros, before anything is written."""
+    import numpy as np
+    from gguf import GGML_QUANT_SIZES, dequantize
+
+    try:
+        dequantize(np.zeros(GGML_QUANT_SIZES[kind][1], np.uint8), kind)
+    except NotImplementedError as error:
+        raise UnsupportedModelError(f"{path} is quantized as {kind.name}: {error}") from error
+
+
+def _dtype(tensor: GGUFTensor) -> str:
     """The narrowest type that holds the tensor exactly, by its safetensors name."""
-    return {"F16": "F16", "BF16": "BF16"}.get(tensor.tensor_type.name, "F32")
+    return {"F16": "F16", "BF16": "BF16"}.get(tensor.kind.name, "F32")
 
 
 def _config_dtype(checkpoint: _Checkpoint) -> str:
@@ -382,20 +408,18 @@ def _config_dtype(checkpoint: _Checkpoint) -> str:
     return {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}[dtypes.pop()]
 
 
-def _dequantize(tensor: ReaderTensor) -> np.ndarray[Any, Any]:
+def _dequantize(file: GGUFFile, tensor: GGUFTensor) -> np.ndarray[Any, Any]:
     """The tensor in its lossless type; bfloat16, which numpy lacks, as its bit pattern."""
     import numpy as np
     from gguf import dequantize
 
-    kind = tensor.tensor_type.name
-    if kind == "F16":
-        return tensor.data
-    if kind == "BF16":
-        return tensor.data.view(np.uint16)
-    try:
-        return dequantize(tensor.data, tensor.tensor_type)
-    except NotImplementedError as error:
-        raise UnsupportedModelError(f"{tensor.name} is quantized as {kind}: {error}") from error
+    data = file.read(tensor)
+    unquantized = {"F16": np.float16, "BF16": np.uint16}.get(tensor.kind.name)
+    if unquantized is not None:
+        return data.view(unquantized).reshape(tensor.shape)
+    with np.errstate(all="ignore"):  # infinite or NaN weights are as they are
+        values = dequantize(data.reshape(*tensor.shape[:-1], -1), tensor.kind)
+    return values.reshape(tensor.shape)
 
 
 def _unpermute(weight: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
@@ -416,7 +440,6 @@ def _write_weights(
     Format: an 8-byte little-endian header length, the header as JSON, the tensors' bytes.
     """
     layout = _layout(config)
-    _check_layout(checkpoint, layout)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     total = 0
     for name, (target, shape) in layout.items():
@@ -424,12 +447,7 @@ def _write_weights(
         end = total + math.prod(shape) * (4 if dtype == "F32" else 2)
         header[target] = {"dtype": dtype, "shape": shape, "data_offsets": [total, end]}
         total = end
-    free = shutil.disk_usage(path.parent).free
-    if free < total:
-        raise ModelLoadError(
-            f"the converted weights take {total / 1e9:.1f} GB and {path.parent} has "
-            f"{free / 1e9:.1f} GB free; set RAGSERVE_CACHE to a folder with more room"
-        )
+    check_room(path.parent, total)
     encoded = json.dumps(header).encode()
     encoded += b" " * (-len(encoded) % 8)  # aligns the tensors, which may be memory-mapped
 
@@ -440,7 +458,7 @@ def _write_weights(
         file.write(len(encoded).to_bytes(8, "little"))
         file.write(encoded)
         for name in layout:
-            weight = _dequantize(checkpoint.tensors[name])
+            weight = _dequantize(checkpoint.file, checkpoint.tensors[name])
             match = permuted.fullmatch(name)
             if match and checkpoint.architecture == "llama":
                 weight = _unpermute(weight, heads[match[1]])
@@ -459,13 +477,19 @@ def _write_json(path: Path, value: object) -> None:
 def _write_folder(checkpoint: _Checkpoint, folder: Path, progress: Progress | None) -> None:
     metadata = checkpoint.metadata
     config = _config(checkpoint)
+    _check_layout(checkpoint, _layout(config))
     tokenizer = build_tokenizer(metadata)
     _write_json(folder / "config.json", config)
     _write_json(
         folder / "generation_config.json",
         {name: value for name, value in _token_ids(metadata).items() if value is not None},
     )
-    tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
+    try:
+        ModelConfig.from_folder(folder)  # refused before, not after, gigabytes are written
+    except (ModelLoadError, UnsupportedModelError) as error:
+        raise type(error)(f"{checkpoint.path} describes a model that cannot be: {error}") from error
+    # Not by its own save(), whose errors are bare Exceptions.
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     tokens = metadata["tokenizer.ggml.tokens"]
     tokenizer_config: dict[str, Any] = {
         # Takes tokenizer.json as it is, whatever the model type.
