@@ -358,7 +358,7 @@ def test_every_parameter_arrives(shared: Served, client: openai.OpenAI) -> None:
             "include_stop_str_in_output": True,
             "bad_words": ["worse"],
             "allowed_token_ids": list(range(256)),
-            "priority": -4,
+            "priority": 4,
             "namespace": "tenant",
         },
     )
@@ -384,7 +384,7 @@ def test_every_parameter_arrives(shared: Served, client: openai.OpenAI) -> None:
         bad_words=["worse"],
         allowed_token_ids=range(256),
     )
-    assert (request.priority, request.namespace) == (-4, "tenant")
+    assert (request.priority, request.namespace) == (4, "tenant")
     chat = {"model": "m", "messages": QUESTION}
     assert read_chat(chat).options.params() == SamplingParams()
     scored = read_chat({**chat, "logprobs": True, "top_logprobs": 3}).options.params()
@@ -1106,7 +1106,7 @@ def test_log(caplog: pytest.LogCaptureFixture) -> None:
     logged = sorted((r.model or "", r.stream, r.status, r.completion_tokens) for r in records)
     assert logged == [
         ("", False, 404, 0),
-        ("", True, 404, 0),
+        ("", False, 404, 0),  # refused before the rest was read
         ("docs", False, 200, 4),
         ("docs", True, 200, 4),
         ("scripted", False, 200, 4),
