@@ -14,10 +14,12 @@ from typing import Any, Final
 
 from .problem import Problem
 
-__all__ = ["MAX_DEPTH", "parse_json"]
+__all__ = ["CONTAINER_ITEMS", "MAX_DEPTH", "parse_json"]
 
 MAX_DEPTH: Final = 64
 """Most lists and objects inside each other."""
+CONTAINER_ITEMS: Final = 8
+"""A list or object counts as so many items: it costs more, and the collector looks at each."""
 _MAX_DIGITS: Final = 30
 """Most characters of an integer; 64 bits are 20."""
 _MAX_NUMBER: Final = 400
@@ -42,7 +44,8 @@ _WORDS: Final = {"t": ("true", True), "f": ("false", False), "n": ("null", None)
 def parse_json(body: bytes, items: int) -> Any:
     """The value of a JSON text.
 
-    :param items: most values in its lists and objects, all together.
+    :param items: most values in its lists and objects, all together; each list and each object
+        counts as `CONTAINER_ITEMS` more.
     :raises Problem: 400, if it is not JSON in UTF-8; has more items, or deeper ones; a number
         that is not finite, or an integer of more digits than any field takes; a name twice in an
         object; or a lone surrogate, which no text has. Never quotes more of it than a name.
@@ -83,6 +86,8 @@ class _Parser:
                 raise _invalid(
                     f"the body has lists and objects more than {MAX_DEPTH} deep", "too_deep"
                 )
+            self._left -= CONTAINER_ITEMS
+            self.count(0)
             read = self.list if first == "[" else self.object
             return read(self.space(at + 1), depth + 1, path)
         if first in _WORDS:

@@ -108,7 +108,8 @@ def openai_app(
     :param template: for `documents`.
     :param max_body_bytes: most bytes of a request's body; more is a 413.
     :param max_body_items: most values in a body's lists and objects, all together; more is a 400.
-        What each field may hold is `EngineConfig.limits`'.
+        Each list and each object counts as 8 more. What each field may hold is
+        `EngineConfig.limits`'.
     :param body_timeout: seconds in which a body must have come and be read; then it is a 408.
     :param min_priority: least `priority` that requests may ask for where there are no keys; lower
         goes first. Keys have their own, `ApiKey(min_priority=...)`.
