@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
 
 import anyio
@@ -399,3 +400,10 @@ def test_a_body_of_many_items_is_refused_by_the_engine_that_is_asked() -> None:
                 assert usual.statistics().num_steps == 0
 
     run(test)
+
+
+def test_the_page_of_limits_shows_the_table() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "limits.md").read_text()
+    for name, field, default, unit in RequestLimits.table():
+        assert f"| `{name}` | {field} | {default:,} | {unit} |\n" in page
+    assert page.count("| `max_") == len(RequestLimits.table()) + 4  # those of bodies and keys

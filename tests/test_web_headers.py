@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -90,14 +91,6 @@ def test_paths_that_name_no_model(port: int, path: str) -> None:
 
 
 def test_half_a_body_is_given_up(port: int) -> None:
-    headers = {
-        "authorization": "Bearer k",
-        "content-type": "application/json",
-        "transfer-encoding": "chunked",
-        "expect": "",
-    }
-    with raw_request(port, "/keys/v1/completions", headers=headers) as sock:
-        assert status(read_until(sock, None)) == 405  # a GET
     lines = [
         "POST /keys/v1/completions HTTP/1.1",
         "host: x",
@@ -107,10 +100,6 @@ def test_half_a_body_is_given_up(port: int) -> None:
         "",
         '{"model"',
     ]
-    with raw_request(port, "/open/health") as sock:
-        read_until(sock, None)
-    import socket
-
     with socket.create_connection(("127.0.0.1", port), timeout=30) as sock:
         sock.sendall("\r\n".join(lines).encode())
         answer = read_until(sock, None)  # to the end of the connection
