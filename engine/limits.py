@@ -59,6 +59,12 @@ class RequestLimits:
         256, "characters", "each of namespace, request_id, model, a message's name, a document's id"
     )
 
+    max_metadata: int = _limit(16, "pairs", "metadata")
+    max_metadata_key_characters: int = _limit(64, "characters", "each key of metadata")
+    max_metadata_value_characters: int = _limit(512, "characters", "each value of metadata")
+    max_tool_calls: int = _limit(128, "calls", "tool_calls of each message")
+    max_tool_characters: int = _limit(65_536, "characters", "arguments of each of tool_calls")
+
     def __post_init__(self) -> None:
         for row in fields(self):
             value = getattr(self, row.name)

@@ -143,6 +143,12 @@ class Tokenizer:
         return bool(self._hf.chat_template)
 
     @property
+    def chat_template(self) -> str | None:
+        """The Jinja text that lays out chat messages; of several, the default one."""
+        template: str | dict[str, str] | None = self._hf.chat_template
+        return template.get("default") if isinstance(template, dict) else template
+
+    @property
     def special_tokens(self) -> frozenset[str]:
         """Texts that encoding turns into a control token wherever they are written."""
         added = self._hf.added_tokens_decoder.values()

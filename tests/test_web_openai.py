@@ -36,7 +36,7 @@ from ragserve import (
 )
 from ragserve.engine import StepPlan
 from ragserve.testing import EOS, ScriptedModel
-from ragserve.web import openai_app
+from ragserve.web import ApiKey, openai_app
 from ragserve.web.protocol import IGNORED, read_chat, read_completion
 
 REPLY = "Grüße, 世界 🙂! It is forty-two."
@@ -358,7 +358,7 @@ def test_every_parameter_arrives(shared: Served, client: openai.OpenAI) -> None:
             "include_stop_str_in_output": True,
             "bad_words": ["worse"],
             "allowed_token_ids": list(range(256)),
-            "priority": -4,
+            "priority": 4,
             "namespace": "tenant",
         },
     )
@@ -384,7 +384,7 @@ def test_every_parameter_arrives(shared: Served, client: openai.OpenAI) -> None:
         bad_words=["worse"],
         allowed_token_ids=range(256),
     )
-    assert (request.priority, request.namespace) == (-4, "tenant")
+    assert (request.priority, request.namespace) == (4, "tenant")
     chat = {"model": "m", "messages": QUESTION}
     assert read_chat(chat).options.params() == SamplingParams()
     scored = read_chat({**chat, "logprobs": True, "top_logprobs": 3}).options.params()
@@ -680,12 +680,15 @@ def message(**fields: Any) -> dict[str, Any]:
         (message(content=None), "messages[0].content"),
         (message(content=[{"type": "image_url", "image_url": {}}]), "messages[0].content[0].type"),
         (message(content=[{"type": "text", "text": 1}]), "messages[0].content[0].text"),
-        (message(tool_calls=[{}]), "tool_calls"),
+        (message(tool_calls=[{}]), "messages[0].tool_calls"),
+        (message(role="assistant", tool_calls=[{}]), "messages[0].tool_calls"),
+        (message(role="assistant", content=None), "messages[0].content"),
+        (message(role="assistant", refusal="No."), "messages[0].refusal"),
         (message(mood="good"), "messages[0].mood"),
         ({"model": None}, "model"),
         ({"model": 1}, "model"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
         ({"functions": [{}]}, "functions"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["audio"]}, "modalities"),
@@ -723,7 +726,7 @@ def message(**fields: Any) -> dict[str, Any]:
             "messages[0].role",
         ),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
-        (message(content="\ud800"), "messages"),
+        (message(content="\ud800"), "messages[0].content"),
     ],
 )
 def test_chats_that_are_refused(shared: Served, fields: dict[str, Any], param: str) -> None:
@@ -779,7 +782,7 @@ def test_completions_that_are_refused(shared: Served, fields: dict[str, Any], pa
 def test_bodies_that_are_refused(shared: Served) -> None:
     path = "/v1/chat/completions"
     refused(shared.post(path, content=b"{", headers=JSON), 400, None, "invalid_json")
-    refused(shared.post(path, content=b"[" * 100_000, headers=JSON), 400, None, "invalid_json")
+    refused(shared.post(path, content=b"[" * 100_000, headers=JSON), 400, None, "too_deep")
     refused(shared.post(path, content=b"\xff", headers=JSON), 400, None, "invalid_json")
     refused(shared.post(path, []), 400, None)
     refused(shared.post(path, content=json.dumps(CHAT).encode()), 415, None)
@@ -1073,19 +1076,21 @@ def test_health(backend: str) -> None:
 
 
 def test_metrics() -> None:
-    with serving(with_rag=True, api_keys=["k"]) as served:
+    with serving(with_rag=True, api_keys=[ApiKey(key="k", name="k", metrics=True)]) as served:
         key = {"authorization": "Bearer k"}
         served.post("/v1/chat/completions", CHAT, headers=key)
         served.post("/v1/chat/completions", {**CHAT, "model": "docs"}, headers=key)
         for _ in range(2):
-            response = served.get("/metrics")
+            response = served.get("/metrics", headers=key)
             assert response.status_code == 200
             assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
             assert 'model="scripted"' in response.text.replace("_name", "")
             assert "docs" in response.text
-    with serving(api_keys=["k"], protect_metrics=True) as served:
         refused(served.get("/metrics"), 401, None)
-        assert served.get("/metrics", headers=key).status_code == 200
+    with serving(api_keys=["k"]) as served:
+        refused(served.get("/metrics", headers=key), 403, None, "metrics_not_allowed")
+    with serving() as served:
+        assert served.get("/metrics").status_code == 200
 
 
 def test_log(caplog: pytest.LogCaptureFixture) -> None:
@@ -1101,7 +1106,7 @@ def test_log(caplog: pytest.LogCaptureFixture) -> None:
     logged = sorted((r.model or "", r.stream, r.status, r.completion_tokens) for r in records)
     assert logged == [
         ("", False, 404, 0),
-        ("", True, 404, 0),
+        ("", False, 404, 0),  # refused before the rest was read
         ("docs", False, 200, 4),
         ("docs", True, 200, 4),
         ("scripted", False, 200, 4),

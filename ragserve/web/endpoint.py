@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import anyio
 from starlette.datastructures import Headers
@@ -18,9 +18,9 @@ from ragserve.engine import Engine
 from ragserve.pipeline import RagPipeline
 from ragserve.tracing import request_context
 
-from .bodies import json_response, read_json
+from .bodies import BodyLimits, json_response, read_json, text_response
 from .generation import Generation
-from .limits import Concurrency, Keyring, KeyState
+from .limits import Concurrency, Keyring, KeyState, priority_of
 from .models import Models
 from .problem import Problem, problem_of
 from .protocol import Options
@@ -31,6 +31,8 @@ from .sse import SSEResponse, until_disconnect
 if TYPE_CHECKING:
     from opentelemetry.context import Context
 
+R = TypeVar("R")
+
 __all__ = ["Answer", "Asking", "Endpoint", "Rules"]
 
 
@@ -40,7 +42,9 @@ class Rules:
 
     keys: Keyring
     concurrency: Concurrency
-    max_body_bytes: int
+    bodies: BodyLimits
+    min_priority: int
+    """Of requests without a key."""
     log_requests: bool
     heartbeat: float | None
 
@@ -58,31 +62,38 @@ class Asking:
     options: Options
     """Set when it is admitted."""
 
-    def __init__(self, key: KeyState | None, parent: Context | None, log: RequestLog) -> None:
+    def __init__(
+        self, key: KeyState | None, parent: Context | None, log: RequestLog, min_priority: int
+    ) -> None:
         self.parent = parent
         self.namespace: str | None = None
+        self.priority = 0
+        self._min_priority = min_priority if key is None else key.min_priority
         self.log = log
         self._key = key
 
     def admit(self, options: Options, models: Models) -> Engine | RagPipeline:
         """The model that is asked.
 
-        :raises Problem: if there is none of that name, or the namespace is another's.
+        :raises Problem: if there is none of that name, the namespace is another's, or the
+            priority is not for this client.
         """
         self.options = options
         self.log.stream = options.stream
         asked = options.namespace
         self.namespace = asked if self._key is None else self._key.namespace_of(asked)
+        self.priority = priority_of(options.priority, self._min_priority)
         model = models.find(options.model)
         self.log.model = options.model
         return model
 
 
-class Endpoint:
+class Endpoint(Generic[R]):
     """A route that generates: from a request to its log.
 
     :param rules: for all requests.
-    :param answer: makes of a body what answers it.
+    :param read: makes a request of a body's JSON, mostly in a thread; raises what is wrong.
+    :param answer: makes of a request what answers it.
     :param prefix: what ids of its answers begin with.
     :param prompt: the field of the body that the prompt is in.
     """
@@ -90,13 +101,15 @@ class Endpoint:
     def __init__(
         self,
         rules: Rules,
-        answer: Callable[[object, Asking], Awaitable[Answer]],
+        read: Callable[[object], R],
+        answer: Callable[[R, Asking], Awaitable[Answer]],
         *,
         path: str,
         prefix: str,
         prompt: str,
     ) -> None:
         self._rules = rules
+        self._read = read
         self._answer = answer
         self.path = path
         self._prefix = prefix
@@ -127,22 +140,26 @@ class Endpoint:
         if key is not None:
             log.key = key.name
             key.count()
-            places.enter_context(key.concurrency.slot())
-        places.enter_context(rules.concurrency.slot())
-        data = await read_json(headers, receive, rules.max_body_bytes)
-        asking = Asking(key, request_context(headers), log)
-        answer = await self._answer(data, asking)
+        limited = [rules.concurrency] if key is None else [key.concurrency, rules.concurrency]
+        for concurrency in limited:
+            concurrency.check()  # no body need be read for what would be refused
+        request = await read_json(headers, receive, rules.bodies, self._read)
+        # Not before: a client that never ends its body would hold a place.
+        for concurrency in limited:
+            places.enter_context(concurrency.slot())
+        asking = Asking(key, request_context(headers), log, rules.min_priority)
+        answer = await self._answer(request, asking)
         if asking.options.stream:
             return self._stream(answer, asking)
         try:
             await until_disconnect(receive, _run(answer.generation))
         finally:
             await self._end(answer.generation, log)
-        body = whole(
+        body = await whole(
             answer.generation, answer.form, answer_id=log.request_id, model=asking.options.model
         )
         log.status = 200
-        return json_response(body, headers={"x-request-id": log.request_id})
+        return text_response(body, headers={"x-request-id": log.request_id})
 
     def _stream(self, answer: Answer, asking: Asking) -> Response:
         log, generation = asking.log, answer.generation

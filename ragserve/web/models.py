@@ -9,6 +9,7 @@ from ragserve.engine import Engine, InvalidParamsError
 from ragserve.pipeline import RagPipeline
 
 from .problem import Problem
+from .protocol import Bounds
 
 __all__ = ["Engines", "Models", "Pipelines"]
 
@@ -32,6 +33,18 @@ class Models:
     def all(self) -> dict[str, Engine | RagPipeline | None]:
         """Those there are now; None is one that is still loading."""
         return {**self._pipelines, **self._engines}
+
+    def bounds(self, name: str) -> Bounds:
+        """What the model of that name can take.
+
+        :raises Problem: as `find`.
+        """
+        model = self.find(name)
+        engine = model.engine if isinstance(model, RagPipeline) else model
+        template = engine.tokenizer.chat_template or ""
+        return Bounds(
+            engine.config.limits, engine.config.max_model_len, writes_tools="tool_calls" in template
+        )
 
     def find(self, name: str) -> Engine | RagPipeline:
         """The model of that name.

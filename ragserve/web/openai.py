@@ -33,10 +33,10 @@ from ragserve.pipeline import RagPipeline
 from ragserve.prompting import PromptTemplate
 from ragserve.tracing import GenerationTracer
 
-from .bodies import json_response
+from .bodies import BodyLimits, json_response, off_loop, to_json
 from .endpoint import Answer, Asking, Endpoint, Rules
 from .generation import EngineGeneration, Generation, RagGeneration, document_prompt
-from .limits import ApiKey, Concurrency, Keyring, check_limit
+from .limits import ApiKey, Concurrency, Keyring, check_limit, check_priority, check_seconds
 from .models import Engines, Models, Pipelines
 from .pages import Pages
 from .problem import Problem, problem_of
@@ -50,6 +50,11 @@ __all__ = ["openai_app"]
 
 MAX_BODY_BYTES: Final = 4 * 1024 * 1024
 """A megabyte is some 250,000 tokens of English."""
+MAX_BODY_ITEMS: Final = 200_000
+"""Token ids of a prompt are the most that a request needs."""
+BODY_SECONDS: Final = 10.0
+_MAX_LOGPROBS: Final = 1_048_576
+"""Most log-probabilities of echoed prompts in an answer; each is some 30 bytes."""
 
 
 def openai_app(
@@ -60,9 +65,11 @@ def openai_app(
     api_keys: Sequence[ApiKey | str] = (),
     template: PromptTemplate | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
+    max_body_items: int = MAX_BODY_ITEMS,
+    body_timeout: float = BODY_SECONDS,
+    min_priority: int = 0,
     max_concurrent_requests: int | None = None,
     metrics: Metrics | None = None,
-    protect_metrics: bool = False,
     log_requests: bool = False,
     tracer_provider: TracerProvider | None = None,
     capture_content: bool = False,
@@ -100,10 +107,17 @@ def openai_app(
     :param api_keys: without any, everybody may ask. `/health` needs no key.
     :param template: for `documents`.
     :param max_body_bytes: most bytes of a request's body; more is a 413.
-    :param max_concurrent_requests: most requests under way at a time; more is a 429. A stream is
-        under way until its end. None leaves it to the engines' queues.
-    :param metrics: what `/metrics` shows. Default: the engines and pipelines here.
-    :param protect_metrics: whether `/metrics` needs a key.
+    :param max_body_items: most values in a body's lists and objects, all together; more is a 400.
+        Each list and each object counts as 8 more. What each field may hold is
+        `EngineConfig.limits`'.
+    :param body_timeout: seconds in which a body must have come and be read; then it is a 408.
+    :param min_priority: least `priority` that requests may ask for where there are no keys; lower
+        goes first. Keys have their own, `ApiKey(min_priority=...)`.
+    :param max_concurrent_requests: most requests under way at a time; more is a 429. A request is
+        under way from when its body is there, a stream until its end. None leaves it to the
+        engines' queues.
+    :param metrics: what `/metrics` shows. Default: the engines and pipelines here. With
+        `api_keys` only a key with `metrics=True` may read it; without, everybody.
     :param log_requests: log each request at INFO, by the logger `ragserve.web`, with what it
         cost as attributes of the record; never the text or the key.
     :param tracer_provider: for requests to engines; pipelines have their own. None is the one
@@ -114,6 +128,9 @@ def openai_app(
     :raises InvalidParamsError: if names, keys or limits cannot be.
     """
     check_limit("max_body_bytes", max_body_bytes)
+    check_limit("max_body_items", max_body_items)
+    check_seconds("body_timeout", body_timeout)
+    check_priority("min_priority", min_priority)
     check_limit("max_concurrent_requests", max_concurrent_requests)
     if served_model_name is not None and not isinstance(engines, Engine):
         raise InvalidParamsError(
@@ -128,7 +145,8 @@ def openai_app(
     rules = Rules(
         keys=Keyring(api_keys),
         concurrency=Concurrency(max_concurrent_requests, "this server"),
-        max_body_bytes=max_body_bytes,
+        bodies=BodyLimits(max_body_bytes, max_body_items, body_timeout),
+        min_priority=min_priority,
         log_requests=log_requests,
         heartbeat=heartbeat,
     )
@@ -138,12 +156,22 @@ def openai_app(
         tracer=GenerationTracer(tracer_provider, capture_content=capture_content),
     )
     chat = Endpoint(
-        rules, api.chat, path="/v1/chat/completions", prefix="chatcmpl", prompt="messages"
+        rules,
+        api.read_chat,
+        api.chat,
+        path="/v1/chat/completions",
+        prefix="chatcmpl",
+        prompt="messages",
     )
     completion = Endpoint(
-        rules, api.completion, path="/v1/completions", prefix="cmpl", prompt="prompt"
+        rules,
+        api.read_completion,
+        api.completion,
+        path="/v1/completions",
+        prefix="cmpl",
+        prompt="prompt",
     )
-    pages = Pages(models, rules.keys, metrics, protect_metrics=protect_metrics)
+    pages = Pages(models, rules.keys, metrics)
     return Starlette(
         routes=[
             Route("/v1/models", pages.models),
@@ -171,9 +199,16 @@ class _Api:
         self._template = template
         self._tracer = tracer
 
-    async def chat(self, data: object, asking: Asking) -> Answer:
+    def read_chat(self, data: object) -> ChatRequest:
+        """The body of a chat, within the limits of the model that it names."""
+        return read_chat(data, self._models.bounds)
+
+    def read_completion(self, data: object) -> CompletionRequest:
+        """The body of a completion, likewise."""
+        return read_completion(data, self._models.bounds)
+
+    async def chat(self, request: ChatRequest, asking: Asking) -> Answer:
         """What answers a chat."""
-        request = read_chat(data)
         model = asking.admit(request.options, self._models)
         if isinstance(model, RagPipeline):
             return self._ask_pipeline(model, request, asking)
@@ -192,9 +227,8 @@ class _Api:
         form = ChatFormat(model.tokenizer if params.logprobs is not None else None)
         return Answer(self._ask_engine(model, prompts, params, asking), form)
 
-    async def completion(self, data: object, asking: Asking) -> Answer:
+    async def completion(self, request: CompletionRequest, asking: Asking) -> Answer:
         """What continues texts."""
-        request = read_completion(data)
         model = asking.admit(request.options, self._models)
         if isinstance(model, RagPipeline):
             raise Problem(
@@ -223,7 +257,7 @@ class _Api:
             prompts,
             params,
             request_id=asking.log.request_id,
-            priority=asking.options.priority,
+            priority=asking.priority,
             namespace=asking.namespace or "",
             tracer=self._tracer,
             parent=asking.parent,
@@ -238,7 +272,7 @@ class _Api:
         answer = rag.stream(
             request.question,
             params=params,
-            priority=asking.options.priority,
+            priority=asking.priority,
             namespace=asking.namespace,
             trace_context=asking.parent,
         )
@@ -267,13 +301,29 @@ async def _echoed(
 ) -> tuple[list[TokenizedPrompt], list[Echo]]:
     """The prompts, and what of them is to be given back."""
     prompts = [await engine.tokenize(prompt) for prompt in request.prompts]
-    skip = request.options.params().skip_special_tokens
-    echoes = []
-    for given, prompt in zip(request.prompts, prompts, strict=True):
-        if not isinstance(given, str):
-            given = engine.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
-        echoes.append(Echo(given, prompt.token_ids))
-    return prompts, echoes
+    params = request.options.params()
+    if params.prompt_logprobs is not None:
+        told = params.n * sum(len(prompt.token_ids) for prompt in prompts)
+        told *= 1 + params.prompt_logprobs
+        if told > _MAX_LOGPROBS:
+            raise Problem(
+                400,
+                f"echo with logprobs gives {told} log-probabilities back, n times the prompts' "
+                f"tokens times 1 + logprobs, and at most {_MAX_LOGPROBS}",
+                param="logprobs",
+            )
+
+    def write() -> list[Echo]:
+        echoes = []
+        for given, prompt in zip(request.prompts, prompts, strict=True):
+            if not isinstance(given, str):
+                given = engine.tokenizer.decode(
+                    prompt.token_ids, skip_special_tokens=params.skip_special_tokens
+                )
+            echoes.append(Echo(given, prompt.token_ids, to_json(given)))
+        return echoes
+
+    return prompts, await off_loop(write)
 
 
 async def _on_error(request: Request, error: Exception) -> Response:

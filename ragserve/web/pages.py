@@ -28,16 +28,12 @@ class Pages:
     """Endpoints of `GET` routes.
 
     :param metrics: what is shown; None is what the models count.
-    :param protect_metrics: whether they need a key.
     """
 
-    def __init__(
-        self, models: Models, keys: Keyring, metrics: Metrics | None, *, protect_metrics: bool
-    ) -> None:
+    def __init__(self, models: Models, keys: Keyring, metrics: Metrics | None) -> None:
         self._models = models
         self._keys = keys
         self._metrics = metrics
-        self._protect_metrics = protect_metrics
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
@@ -66,8 +62,7 @@ class Pages:
 
     async def metrics(self, request: Request) -> Response:
         """`/metrics`, in Prometheus' text format."""
-        if self._protect_metrics:
-            self._keys.find(request.headers.get("authorization"))
+        self._keys.check_metrics(request.headers.get("authorization"))
         metrics = self._metrics
         text = _exposition(self._models.all()) if metrics is None else metrics.prometheus()
         return Response(text, headers={"content-type": Metrics.content_type})

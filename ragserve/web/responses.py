@@ -6,16 +6,19 @@ import codecs
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, Protocol
 
 from ragserve.engine import Choice, Completion, Delta, Tokenizer, TokenLogprob, Usage
 
-from .bodies import to_json
-from .generation import Generation, total_usage
+from .bodies import LARGE, off_loop, to_json, to_json_in_pieces
+from .generation import Extras, Generation, total_usage
 from .problem import Problem
 
 __all__ = ["ChatFormat", "CompletionFormat", "Echo", "Format", "error_chunk", "stream", "whole"]
 
+_LOGPROB: Final = 1024
+"""About how many characters a token with its log-probabilities has, the 20 likeliest others too."""
 _NEVER: Final = -9999.0
 """What stands for the logarithm of zero, which JSON has not."""
 
@@ -100,10 +103,14 @@ class ChatFormat:
 
 @dataclass(frozen=True, slots=True)
 class Echo:
-    """A prompt that is given back before its continuation."""
+    """A prompt that is given back before its continuation.
+
+    :param json: the text, as JSON.
+    """
 
     text: str
     token_ids: Sequence[int]
+    json: str
 
 
 class CompletionFormat:
@@ -133,12 +140,13 @@ class CompletionFormat:
             tokens.special_tokens if tokens is not None and skip_special_tokens else frozenset()
         )
         self._columns: dict[int, _Columns] = {}
+        self.size_of_echo = n * sum(len(each.json) for each in echo)
 
     def opening(self, index: int) -> str | None:
         """See `Format.opening`."""
         if not self._echo:
             return None
-        return self._text(index, self._echo[index // self._n].text, None)
+        return self._text(index, self._echo[index // self._n].json, None)
 
     def delta(self, delta: Delta) -> str | None:
         """See `Format.delta`."""
@@ -151,7 +159,7 @@ class CompletionFormat:
             logprobs = columns.add(delta.logprobs)
         if not delta.text and logprobs is None:
             return None
-        return self._text(delta.index, delta.text, logprobs)
+        return self._text(delta.index, to_json(delta.text), logprobs)
 
     def ending(self, index: int, reason: str) -> str:
         """See `Format.ending`."""
@@ -179,7 +187,7 @@ class CompletionFormat:
 
     def _text(self, index: int, text: str, logprobs: Mapping[str, Any] | None) -> str:
         return (
-            f'{{"index":{index},"text":{to_json(text)},'
+            f'{{"index":{index},"text":{text},'
             f'"logprobs":{"null" if logprobs is None else to_json(logprobs)},'
             '"finish_reason":null}'
         )
@@ -241,8 +249,32 @@ class _Columns:
         }
 
 
-def whole(generation: Generation, form: Format, *, answer_id: str, model: str) -> dict[str, Any]:
-    """The response to a request that has ended."""
+async def whole(generation: Generation, form: Format, *, answer_id: str, model: str) -> str:
+    """The response to a request that has ended, as JSON. A large one is written in a thread."""
+
+    def write() -> str:
+        return to_json_in_pieces(_whole(generation, form, answer_id, model))
+
+    return await off_loop(write) if _size(generation, form) > LARGE else write()
+
+
+def _size(generation: Generation, form: Format) -> int:
+    """About how many characters a response will have."""
+    size = _size_of_sources(generation.extras)
+    if isinstance(form, CompletionFormat):
+        size += form.size_of_echo
+    for completion in generation.completions:
+        scored = len(completion.prompt_logprobs or ())
+        for choice in completion.choices:
+            size += len(choice.text) + _LOGPROB * (scored + len(choice.logprobs or ()))
+    return size
+
+
+def _size_of_sources(told: Extras | None) -> int:
+    return 0 if told is None else sum(len(source["text"]) for source in told.sources)
+
+
+def _whole(generation: Generation, form: Format, answer_id: str, model: str) -> dict[str, Any]:
     completions = generation.completions
     choices: list[dict[str, Any]] = []
     for completion in completions:
@@ -290,7 +322,9 @@ async def stream(
     if told is not None:
         # At once: it can be shown while the answer is waited for.
         opened.add(0)
-        extra = to_json({"sources": told.sources, "dropped": told.dropped})[1:-1]
+        told_json = partial(to_json_in_pieces, {"sources": told.sources, "dropped": told.dropped})
+        large = _size_of_sources(told) > LARGE
+        extra = (await off_loop(told_json) if large else told_json())[1:-1]
         yield f"{before}{form.opening(0) or ''}],{extra}{after[1:]}".encode()
     async for delta in generation:
         parts = []
