@@ -38,7 +38,10 @@ _MOST_WORKERS = 8
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` is: one worker for each core that we may use."""
+    """What `-n auto` is: one worker for each core that we may use; one for a GPU, whose memory
+    some tests measure."""
+    if shutil.which("nvidia-smi") is not None:
+        return 1
     if hasattr(os, "sched_getaffinity"):
         return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
     return min(os.cpu_count() or 1, _MOST_WORKERS)

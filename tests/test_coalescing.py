@@ -168,7 +168,7 @@ def test_an_engine_says_that_it_was_forked() -> None:
         [sys.executable, "-P", "-W", "ignore", "-c", textwrap.dedent(FORK)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
 
