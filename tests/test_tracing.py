@@ -289,13 +289,20 @@ async def test_what_was_computed_ahead_lies_beside_the_stages(spans: Spans) -> N
 async def test_what_kept_it_from_being_computed_ahead(
     spans: Spans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    refused = anyio.Event()
+
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        refused.set()
         raise QueueFullError("requests", 1, 0, 1.0)
+
+    async def until_refused() -> None:
+        with anyio.fail_after(60):
+            await refused.wait()
 
     embedder = Ones()
     async with pipeline(None, embedder, tracer_provider=spans.provider, overlap=True) as rag:
         monkeypatch.setattr(rag.engine, "prefill", refuse)
-        embedder.on_query = lambda: anyio.sleep(0.02)
+        embedder.on_query = until_refused
         await rag.answer("secret question?")
     found = spans.by_name()
     assert sorted(found) == sorted(NAMES)
