@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from ragserve.engine import LLM, Completion, Engine, Prompt, SamplingParams, Segment
+from ragserve.engine.config import EngineConfig
 from ragserve.engine.models.gguf import convert
 from ragserve.kernels import load_native
 
@@ -53,8 +54,8 @@ EXCERPTS = {
     "while": 129,
 }
 """Tokens of each topic of the language reference: one, and about block boundaries."""
-LONG = {"compound": 410, "specialnames": 530}
-"""Each has more tokens than a step."""
+LONG = {"compound": 210, "specialnames": 400}
+"""The last has more tokens than a step."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ def check(llm: LLM, cases: list[Case], prompts: list[Any] | None = None) -> list
 
 def test_cases_are_many_and_clear(cases: list[Case]) -> None:
     assert len(cases) >= 20
-    assert sum(len(case.prompt) > 400 for case in cases) == len(LONG)
+    assert len(cases[-1].prompt) > EngineConfig().max_num_batched_tokens
     assert len({case.expected for case in cases}) == len(cases)
     # Float32 sums in another order differ by some 1e-5: no case may hang on that.
     assert min(case.gap for case in cases) > 1e-3
@@ -193,7 +194,7 @@ def test_on_torchs_operations(
 def test_batch_of_32_with_staggered_arrivals(folder: Path, cases: list[Case]) -> None:
     """Each request arrives when the fourth before it has streamed its first token."""
     short = [case for case in cases if len(case.prompt) <= 48]
-    batch = [*short[:8], cases[-1], *short, *short][:32]
+    batch = (3 * short)[:32]
     streamed: list[tuple[int, ...]] = [()] * len(batch)
 
     async def main() -> None:
@@ -240,7 +241,7 @@ def test_preempted(folder: Path, cases: list[Case]) -> None:
         folder,
         dtype="float32",
         max_model_len=600,
-        kv_cache_bytes=40 * BLOCK_BYTES,
+        kv_cache_bytes=30 * BLOCK_BYTES,
         watermark=0.0,
     ) as llm:
         check(llm, some)
@@ -248,7 +249,7 @@ def test_preempted(folder: Path, cases: list[Case]) -> None:
 
 
 def test_segments_with_holes(folder: Path, cases: list[Case]) -> None:
-    """Cut into segments of 7, 100, 33 tokens and so on: every cut leaves a hole."""
+    """Cut into segments of 7, 50, 33 tokens and so on: every cut leaves a hole."""
     some = cases[12:-1]
     prompts = [Prompt(tuple(segments(case.prompt))) for case in some]
     with LLM(folder, dtype="float32", max_model_len=600) as llm:
@@ -261,7 +262,7 @@ def test_segments_with_holes(folder: Path, cases: list[Case]) -> None:
 
 def segments(token_ids: list[int]) -> Iterator[Segment]:
     start = 0
-    for length in itertools.cycle((7, 100, 33, 16, 250)):
+    for length in itertools.cycle((7, 50, 33, 16, 100)):
         if start >= len(token_ids):
             return
         yield Segment(token_ids=tuple(token_ids[start : start + length]), kind="document")
