@@ -240,7 +240,7 @@ def test_preempted(folder: Path, cases: list[Case]) -> None:
     with LLM(
         folder,
         dtype="float32",
-        max_model_len=600,
+        max_model_len=30 * BLOCK_SIZE,
         kv_cache_bytes=30 * BLOCK_BYTES,
         watermark=0.0,
     ) as llm:
