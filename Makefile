@@ -9,6 +9,8 @@ PIP := $(PY) -m pip --disable-pip-version-check
 INSTALLED := $(VENV)/installed.stamp
 WHEEL_CHECK := build/wheel-check
 PYTEST_ARGS ?=
+# Tests run on all cores; `PYTEST_ARGS="-n 0"` runs them in one process, as a debugger wants it.
+PYTEST := $(PY) -m pytest -n auto --dist worksteal
 WEB_ARGS ?=
 
 .DEFAULT_GOAL := help
@@ -32,8 +34,8 @@ web: $(INSTALLED)
 # What computes on the CPU is run twice: on the C kernels, if they could be built, and on torch's
 # operations. (5 is pytest's status if PYTEST_ARGS choose none of those.)
 test: lint typecheck
-	$(PY) -m pytest $(PYTEST_ARGS)
-	RAGSERVE_NATIVE=0 $(PY) -m pytest -m cpu $(PYTEST_ARGS) || [ $$? -eq 5 ]
+	$(PYTEST) $(PYTEST_ARGS)
+	RAGSERVE_NATIVE=0 $(PYTEST) -m cpu $(PYTEST_ARGS) || [ $$? -eq 5 ]
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff check .

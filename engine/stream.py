@@ -96,7 +96,7 @@ class Stream:
         self._interval = interval
         self._ripe = False
         """Whether what is pending may be given: it is not held back to be joined with more."""
-        self._last_given = 0.0
+        self._last_given = float("-inf")
         self._num_finished = 0
         self._waiter: anyio.Event | None = None
 

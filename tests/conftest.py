@@ -1,4 +1,7 @@
-"""Fixtures that several test modules share: tiny random models, and Hugging Face's answers."""
+"""Fixtures that several test modules share: tiny random models, and Hugging Face's answers.
+
+What a test finds does not depend on the machine: see what is set first.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import hypothesis
 import pytest
 
 if TYPE_CHECKING:
@@ -17,6 +21,36 @@ if TYPE_CHECKING:
 # Before anything imports Triton: where there is no GPU, kernels are interpreted.
 if shutil.which("nvidia-smi") is None:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Before anything imports torch: tests keep the cores busy side by side, and second threads would
+# only wait for work in tiny models. Those that are about threads set how many.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The same examples at every run, so that a failure comes from a change; no deadline, and no check
+# of how long examples take to draw. `--hypothesis-profile=search` draws others each time.
+hypothesis.settings.load_profile("ci")
+hypothesis.settings.register_profile(
+    "search", hypothesis.settings.get_profile("ci"), derandomize=False
+)
+
+_MOST_WORKERS = 8
+"""Each has some hundred MiB of libraries and models, and memory is not counted."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` is: one worker for each core that we may use; one for a GPU, whose memory
+    some tests measure."""
+    if shutil.which("nvidia-smi") is not None:
+        return 1
+    if hasattr(os, "sched_getaffinity"):
+        return min(len(os.sched_getaffinity(0)), _MOST_WORKERS)
+    return min(os.cpu_count() or 1, _MOST_WORKERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The slowest module first: one worker begins with it, and others take what comes after."""
+    items.sort(key=lambda item: item.path.name != "test_smollm2.py")
+
 
 VOCAB_SIZE = 384
 BOS, EOS, TURN_START, TURN_END = "<|begin|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ragserve import kernels
 
-pytestmark = pytest.mark.cpu
-
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 

@@ -660,7 +660,7 @@ def test_speculation_is_refused_where_somebody_waits() -> None:
             streams = [engine.stream("a"), engine.stream("b")]
             for stream in streams:
                 await stream.__aenter__()
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 while not engine.statistics().num_running:
                     await anyio.sleep(0.001)
             with pytest.raises(QueueFullError):
@@ -684,7 +684,7 @@ def test_an_engine_with_a_tier_wakes_up_when_blocks_have_come() -> None:
         async with Engine.open(Tiered("yes", num_blocks=300), block_size=SIZE) as engine:
             ahead = Prompt((Segment("You are kind. " * 3, "system"),))
             await engine.warm([ahead])
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 while not shelf.kept:
                     await anyio.sleep(0.001)
             await engine._call(lambda core: core.pool.clear())

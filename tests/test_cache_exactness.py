@@ -113,7 +113,7 @@ def test_in_any_order_after_eviction_and_from_the_disk(
 
 async def saved(engine: Engine) -> None:
     """Until nothing is on its way to a tier."""
-    with anyio.fail_after(20):
+    with anyio.fail_after(60):
         while engine.statistics().cache.tiers["disk"].saved == 0:
             await anyio.sleep(0.005)
         tiers = engine._core.tiers

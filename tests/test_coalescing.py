@@ -11,40 +11,33 @@ import anyio
 import pytest
 
 from ragserve import Engine, EngineClosedError, EngineDeadError, InvalidParamsError, SamplingParams
-from ragserve.engine import Delta
 from ragserve.testing import ScriptedModel
 
 pytestmark = pytest.mark.anyio
 
 TEXT = "The quick brown fox jumps over the lazy dog, again and again. " * 4
-FOR_EVER = 3600.0
-"""An interval that no test waits for."""
-
-
-async def read(engine: Engine, n: int = 1) -> list[Delta]:
-    async with engine.stream("Say it.", SamplingParams(max_tokens=300, n=n)) as stream:
-        return [delta async for delta in stream]
-
-
-async def listen(engine: Engine, told: list[str]) -> None:
-    async for delta in engine.stream("Say it."):
-        told.append(delta.text)
+FOR_EVER = 1e9
+"""An interval that no test waits for: longer, too, than any machine's clock has run."""
 
 
 async def test_only_the_first_and_the_last_delta_come_at_once() -> None:
-    model = ScriptedModel(TEXT, step_seconds=0.001)
+    permits = threading.Semaphore(1)
+    model = ScriptedModel(TEXT, on_step=lambda plan: permits.acquire(timeout=60))
     async with Engine.open(model, stream_interval=FOR_EVER) as engine:
-        deltas = await read(engine)
-        assert len(deltas) == 2
-        assert "".join(delta.text for delta in deltas) == TEXT
-        assert [delta.finish_reason for delta in deltas] == [None, "stop"]
-        assert sum(len(delta.token_ids) for delta in deltas) == len(TEXT) + 1
+        async with engine.stream("Say it.", SamplingParams(max_tokens=300)) as stream:
+            first = await anext(stream)
+            permits.release(300)
+            rest = [delta async for delta in stream]
+        assert (first.text, first.finish_reason) == (TEXT[0], None)
+        assert [(delta.text, delta.finish_reason) for delta in rest] == [(TEXT[1:], "stop")]
+        assert len(rest[0].token_ids) == len(TEXT)  # and one that ends it
 
 
 async def test_choices_are_joined_each_by_itself() -> None:
     # More tokens than a stream may have unread: held back, they would wait for one another.
     async with Engine.open(ScriptedModel(TEXT), stream_interval=FOR_EVER) as engine:
-        deltas = await read(engine, n=3)
+        async with engine.stream("Say it.", SamplingParams(max_tokens=300, n=3)) as stream:
+            deltas = [delta async for delta in stream]
         for index in range(3):
             own = [delta for delta in deltas if delta.index == index]
             assert "".join(delta.text for delta in own) == TEXT
@@ -78,20 +71,29 @@ async def test_without_an_interval_each_step_is_given_at_once() -> None:
 
 
 async def test_the_end_is_never_held_back() -> None:
-    model = ScriptedModel(TEXT, step_seconds=0.001, fail_at_step=40)
+    permits = threading.Semaphore(1)
+    model = ScriptedModel(TEXT, on_step=lambda plan: permits.acquire(timeout=60))
     async with Engine.open(model, stream_interval=FOR_EVER) as engine:
         async with engine.stream("Say it.") as stream:
             await anext(stream)
             engine.abort(stream.request_id)
+            permits.release(300)
             deltas = [delta async for delta in stream]
-            assert deltas[-1].finish_reason == "abort"
-        told: list[str] = []
+        assert deltas[-1].finish_reason == "abort"
+
+
+async def test_a_failure_comes_after_all_that_was_held_back() -> None:
+    told: list[str] = []
+
+    async def listen(engine: Engine) -> None:
+        async for delta in engine.stream("Say it."):
+            told.append(delta.text)
+
+    model = ScriptedModel(TEXT, fail_at_step=40)
+    async with Engine.open(model, stream_interval=FOR_EVER) as engine:
         with pytest.raises(EngineDeadError):
-            await listen(engine, told)
-        text = "".join(told)
-        # What came before the failure was given first.
-        assert text
-        assert TEXT.startswith(text)
+            await listen(engine)
+    assert "".join(told) == TEXT[:40]
 
 
 @pytest.mark.parametrize("interval", [-0.001, float("inf"), float("nan")])
@@ -166,17 +168,24 @@ def test_an_engine_says_that_it_was_forked() -> None:
         [sys.executable, "-P", "-W", "ignore", "-c", textwrap.dedent(FORK)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     assert (done.returncode, done.stdout.strip()) == (0, "fine"), done.stderr
 
 
 async def test_a_stream_that_is_held_is_collected_all_the_same() -> None:
-    async with Engine.open(ScriptedModel(TEXT * 8), stream_interval=FOR_EVER) as engine:
+    permits = threading.Semaphore(1)
+    model = ScriptedModel(TEXT, on_step=lambda plan: permits.acquire(timeout=60))
+    async with Engine.open(model, stream_interval=FOR_EVER) as engine:
         stream = engine.stream("Say it.")
         await anext(stream)
-        await anyio.sleep(0.05)
-        del stream
-        while engine.statistics().num_running:
-            await anyio.sleep(0.005)
+        permits.release()
+        with anyio.fail_after(60):
+            while not stream._pending:
+                await anyio.sleep(0.001)
+            del stream
+            permits.release(300)
+            while engine.statistics().num_running:
+                await anyio.sleep(0.001)
         await engine.check_integrity()
+        assert engine.statistics().num_finished["abort"] == 1

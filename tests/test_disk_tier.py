@@ -253,7 +253,7 @@ def test_a_file_cut_while_it_is_read_is_an_error_not_the_end(tmp_path: Path, aft
         "print(disk_blocks.load(tier, disk_blocks.keys_of(1)))\n"
     )
     done = python("-c", script, tmp_path, after)
-    assert done.communicate(timeout=60)[0] == "0\n"
+    assert done.communicate(timeout=300)[0] == "0\n"
     assert done.returncode == 0
 
 
@@ -326,7 +326,7 @@ def test_killed_while_it_writes(tmp_path: Path, caplog: pytest.LogCaptureFixture
         assert process.stdout.readline() == "half\n"
     finally:
         process.kill()
-        process.communicate(timeout=60)
+        process.communicate(timeout=300)
     assert len(contents(tmp_path)) == 3
     tier = make_tier(tmp_path)
     assert load(tier, keys_of(3)) == 2
@@ -443,7 +443,7 @@ def test_two_tiers_on_one_folder(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 def test_processes_share_a_folder(tmp_path: Path) -> None:
     processes = [python(disk_blocks.__file__, "hammer", tmp_path, seed) for seed in range(2)]
     for process in processes:
-        saved, loaded, rejected = process.communicate(timeout=60)[0].split()
+        saved, loaded, rejected = process.communicate(timeout=300)[0].split()
         assert process.returncode == 0
         assert int(saved) > 0
         assert int(loaded) > 0

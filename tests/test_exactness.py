@@ -513,7 +513,7 @@ async def main():
 asyncio.run(main())
 """
     done = subprocess.run(
-        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == code, done.stderr
     assert "terminate called" not in done.stderr

@@ -28,7 +28,7 @@ from ragserve import demo
 from ragserve.engine import Engine, ModelLoadError, SamplingParams
 from ragserve.testing import ScriptedModel
 
-pytestmark = pytest.mark.timeout(300)  # processes that import everything anew
+pytestmark = pytest.mark.timeout(600)  # processes that import everything anew
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -52,7 +52,7 @@ def command(name: str, *arguments: object) -> list[str]:
 def run(name: str, *arguments: object) -> str:
     """What an example prints; it ends well, and has nothing to complain about."""
     result = subprocess.run(
-        command(name, *arguments), capture_output=True, encoding="utf-8", timeout=200, env=offline()
+        command(name, *arguments), capture_output=True, encoding="utf-8", timeout=500, env=offline()
     )
     assert result.stderr == ""
     assert result.returncode == 0
@@ -182,7 +182,7 @@ def curl(name: str, url: str) -> list[str]:
             stdout=subprocess.PIPE,
             encoding="utf-8",
             check=True,
-            timeout=200,
+            timeout=500,
             env={**os.environ, "NO_PROXY": "*"},
         ).stdout
         for line in lines
@@ -210,7 +210,7 @@ def test_fastapi_app(fastapi_url: str) -> None:
 
 
 def test_errors_of_the_fastapi_app_have_a_status(fastapi_url: str) -> None:
-    with httpx.Client(base_url=fastapi_url, trust_env=False, timeout=60) as client:
+    with httpx.Client(base_url=fastapi_url, trust_env=False, timeout=300) as client:
         for path in ("/ask", "/answer"):
             response = client.post(path, json={"question": "why " * 2000})
             assert response.status_code == 400
@@ -247,7 +247,7 @@ def test_starlette_sse_and_how_it_ends(model: Path) -> None:
 
         # The server is told to stop while an answer is under way: it goes on to its end.
         with (
-            httpx.Client(base_url=url, trust_env=False, timeout=60) as client,
+            httpx.Client(base_url=url, trust_env=False, timeout=300) as client,
             client.stream("GET", "/generate", params={"q": "And?"}) as response,
         ):
             pieces = response.iter_text()
@@ -255,7 +255,7 @@ def test_starlette_sse_and_how_it_ends(model: Path) -> None:
             server.terminate()
             body += "".join(pieces)
         assert events_of(body)[-1][0] == "done"
-        log += server.communicate(timeout=60)[1]
+        log += server.communicate(timeout=300)[1]
     finally:
         server.kill()
         server.wait()

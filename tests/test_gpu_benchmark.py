@@ -270,7 +270,7 @@ def test_report_from_saved_records(modules: Any, tmp_path: Path) -> None:
         [sys.executable, "-P", str(ROOT / "benchmarks" / "gpu.py"), *command],
         check=True,
         stdout=subprocess.DEVNULL,
-        timeout=60,
+        timeout=300,
     )
     text = page.read_text()
     assert text.startswith("before\n<!-- gpu:begin -->\nMeasured on 1 May 2026: A GPU, 16 CPU")
@@ -313,7 +313,7 @@ def test_a_run_on_the_cpu_from_stages_to_page(modules: Any, tmp_path: Path) -> N
         check=True,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
     results = modules.report.Results.of(modules.report.read_records([tmp_path / "out"]))
     assert list(results.failures) == ["w4"]

@@ -18,7 +18,7 @@ FLOORS = {"ragserve": 2, "engine": 1, "kernels": 0}
 
 def run(script: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=90
+        [sys.executable, "-P", "-c", script], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -309,7 +309,7 @@ async def test_whoever_does_not_finish_is_counted_and_timed_too() -> None:
 
 async def test_who_waits_in_vain_has_a_queue_time_and_nothing_else() -> None:
     slow = ScriptedModel("x" * 4000, step_seconds=0.001)
-    async with Engine.open(slow, max_num_seqs=1, queue_timeout=0.05) as engine:
+    async with Engine.open(slow, max_num_seqs=1, queue_timeout=0.5) as engine:
         heard = Heard()
         engine.add_listener(heard)
         async with engine.stream([1, 2], SamplingParams(max_tokens=4000)) as stream:
@@ -322,7 +322,7 @@ async def test_who_waits_in_vain_has_a_queue_time_and_nothing_else() -> None:
     assert statistics.prefill_time.count == statistics.decode_time.count == 0
     assert statistics.queue_time.count == 1
     assert statistics.queue_time.sum == pytest.approx(statistics.request_duration.sum)
-    assert statistics.queue_time.sum >= 0.05
+    assert statistics.queue_time.sum >= 0.5
     timed_out = heard.ended[0]
     assert (timed_out.finish_reason, timed_out.error) == ("error", "QueueTimeoutError")
     assert timed_out.prefill is timed_out.decode is timed_out.time_per_output_token is None
@@ -477,7 +477,7 @@ async def test_a_pipeline_counts_every_outcome() -> None:
         await anext(dropped)
         del dropped, answer
         gc.collect()
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             while rag.statistics().num_answers["cancelled"] < 3:
                 await anyio.sleep(0.001)
         statistics = rag.statistics()
@@ -586,7 +586,7 @@ async def all_kinds_of_requests(engine: Engine, rag: RagPipeline) -> None:
         await rag.answer("Why?", params=SamplingParams(max_tokens=1), filter=_fail)
     async with engine.stream(SECRET, SamplingParams(max_tokens=4000), namespace=TENANT) as stream:
         await anext(stream)
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         while engine.statistics().num_running:
             await anyio.sleep(0.001)
 

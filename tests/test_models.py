@@ -16,8 +16,6 @@ from transformers import AutoTokenizer
 from ragserve.engine.errors import InvalidParamsError, ModelLoadError, UnsupportedModelError
 from ragserve.engine.models import Attend, DecoderModel, ModelConfig, load_model
 
-pytestmark = pytest.mark.cpu
-
 CPU = torch.device("cpu")
 LENGTH = 70
 

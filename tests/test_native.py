@@ -17,8 +17,6 @@ from ragserve import kernels
 from ragserve.kernels.cpu import native
 from ragserve.kernels.cpu import ops as torch_ops
 
-pytestmark = pytest.mark.cpu
-
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 NAN = float("nan")

@@ -182,10 +182,10 @@ async def served(app: App) -> AsyncIterator[httpx.AsyncClient]:
         task = asyncio.create_task(server._serve([listener]))
         try:
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            with anyio.fail_after(20):
+            with anyio.fail_after(60):
                 while not server.started:
                     await asyncio.sleep(0.005)
-            async with httpx.AsyncClient(base_url=url, timeout=20, trust_env=False) as client:
+            async with httpx.AsyncClient(base_url=url, timeout=120, trust_env=False) as client:
                 yield client
         finally:
             server.should_exit = True
@@ -362,7 +362,7 @@ def test_a_client_that_leaves(collector: Collector, route: str) -> None:
         async with client.stream("GET", route, headers=SAMPLED) as response:
             async for _ in response.aiter_text():
                 break
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             await app.left.wait()
             while app.engine.statistics().blocks_used:
                 await asyncio.sleep(0.002)
@@ -643,7 +643,7 @@ def test_streams_given_up_leave_nothing_and_no_complaint(monkeypatch: pytest.Mon
 
             await asyncio.gather(*(work() for _ in range(64)))
             gc.collect()
-            with anyio.fail_after(20):
+            with anyio.fail_after(60):
                 while engine.statistics().blocks_used or given_up.num_answers > counting.num_roots:
                     await asyncio.sleep(0.002)
             await engine.check_integrity()

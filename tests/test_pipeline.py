@@ -73,7 +73,7 @@ async def pipeline(
 
 async def idle(engine: Engine) -> None:
     """Wait until the engine has nothing to do, and check that nothing is left behind."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         while True:
             statistics = engine.statistics()
             if not statistics.num_running and not statistics.num_waiting:
@@ -270,7 +270,7 @@ async def test_closed_by_another_task() -> None:
         for wait in (anyio.sleep_forever, None):
             embedder.on_query = wait
             answer = rag.stream("beta?", params=SamplingParams(max_tokens=2000))
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 async with anyio.create_task_group() as group:
                     group.start_soon(read, answer)
                     if wait is None:

@@ -18,8 +18,6 @@ from ragserve import kernels
 from ragserve.engine.models import ModelConfig
 from ragserve.engine.models.rope import inverse_frequencies, rope_table
 
-pytestmark = pytest.mark.cpu
-
 MAX_POSITIONS = 256
 
 SCALINGS: dict[str, dict[str, Any]] = {

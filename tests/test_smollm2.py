@@ -1,4 +1,8 @@
-"""The real SmolLM2-135M-Instruct: greedy tokens in float32 are transformers', in any company."""
+"""The real SmolLM2-135M-Instruct: greedy tokens in float32 are transformers', in any company.
+
+A token takes some 30 ms here on a core without AVX-512, so each test has only the prompts that it
+is about. What goes wrong in company is looked for on small models in `test_exactness.py`.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +19,13 @@ import pytest
 import torch
 
 from ragserve.engine import LLM, Completion, Engine, Prompt, SamplingParams, Segment
+from ragserve.engine.config import EngineConfig
 from ragserve.engine.models.gguf import convert
 from ragserve.kernels import load_native
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(1800)
 
-NUM_TOKENS = 16
+NUM_TOKENS = 8
 GREEDY = SamplingParams.greedy(max_tokens=NUM_TOKENS, ignore_eos=True)
 BLOCK_SIZE = 16
 BLOCK_BYTES = 2 * 30 * BLOCK_SIZE * 3 * 64 * 4
@@ -45,11 +50,12 @@ EXCERPTS = {
     "import": 48,
     "global": 63,
     "lambda": 64,
-    "while": 80,
     "with": 100,
+    "while": 129,
 }
 """Tokens of each topic of the language reference: one, and about block boundaries."""
-LONG = {"compound": 1009, "specialnames": 1040}
+LONG = {"compound": 210, "specialnames": 400}
+"""The last has more tokens than a step."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +108,7 @@ def prompts(folder: Path) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def alone(folder: Path, prompts: list[list[int]]) -> tuple[list[Completion], list[Completion]]:
     """The engine's answers one at a time, then to all together from the cache."""
-    with LLM(folder, dtype="float32", max_model_len=1200) as llm:
+    with LLM(folder, dtype="float32", max_model_len=600) as llm:
         return [llm.generate(ids, GREEDY) for ids in prompts], llm.generate(prompts, GREEDY)
 
 
@@ -154,7 +160,7 @@ def check(llm: LLM, cases: list[Case], prompts: list[Any] | None = None) -> list
 
 def test_cases_are_many_and_clear(cases: list[Case]) -> None:
     assert len(cases) >= 20
-    assert sum(len(case.prompt) > 1000 for case in cases) == len(LONG)
+    assert len(cases[-1].prompt) > EngineConfig().max_num_batched_tokens
     assert len({case.expected for case in cases}) == len(cases)
     # Float32 sums in another order differ by some 1e-5: no case may hang on that.
     assert min(case.gap for case in cases) > 1e-3
@@ -174,12 +180,11 @@ def test_alone_then_together_from_the_cache(
 def test_on_torchs_operations(
     folder: Path, cases: list[Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What goes wrong in company is looked for on small models; see the marker `cpu`."""
     monkeypatch.setenv("RAGSERVE_NATIVE", "0")
     short = [case for case in cases if len(case.prompt) < 200]
     load_native.cache_clear()
     try:
-        with LLM(folder, dtype="float32", max_model_len=1200) as llm:
+        with LLM(folder, dtype="float32", max_model_len=600) as llm:
             completions = llm.generate([case.prompt for case in short], GREEDY)
     finally:
         load_native.cache_clear()
@@ -188,7 +193,8 @@ def test_on_torchs_operations(
 
 def test_batch_of_32_with_staggered_arrivals(folder: Path, cases: list[Case]) -> None:
     """Each request arrives when the fourth before it has streamed its first token."""
-    batch = (cases + cases)[:32]
+    short = [case for case in cases if len(case.prompt) <= 48]
+    batch = (3 * short)[:32]
     streamed: list[tuple[int, ...]] = [()] * len(batch)
 
     async def main() -> None:
@@ -204,7 +210,7 @@ def test_batch_of_32_with_staggered_arrivals(folder: Path, cases: list[Case]) ->
 
         async with (
             Engine.open(
-                folder, dtype="float32", max_model_len=1200, enable_prefix_caching=False
+                folder, dtype="float32", max_model_len=600, enable_prefix_caching=False
             ) as engine,
             anyio.create_task_group() as tasks,
         ):
@@ -221,21 +227,21 @@ def test_small_chunks(folder: Path, cases: list[Case], chunk: int) -> None:
     with LLM(
         folder,
         dtype="float32",
-        max_model_len=1200,
+        max_model_len=600,
         max_num_batched_tokens=chunk,
         max_num_seqs=min(chunk, 32),
     ) as llm:
-        check(llm, cases[:-1])
+        check(llm, [case for case in cases if 16 < len(case.prompt) <= 130][-6:])
 
 
 def test_preempted(folder: Path, cases: list[Case]) -> None:
     """A long prompt among short ones, in a pool for it and hardly more."""
-    some = [*cases[:6], cases[-1], *cases[6:-2]]
+    some = [*cases[:6], cases[-1], *cases[6:14]]
     with LLM(
         folder,
         dtype="float32",
-        max_model_len=1200,
-        kv_cache_bytes=80 * BLOCK_BYTES,
+        max_model_len=30 * BLOCK_SIZE,
+        kv_cache_bytes=30 * BLOCK_BYTES,
         watermark=0.0,
     ) as llm:
         check(llm, some)
@@ -243,10 +249,10 @@ def test_preempted(folder: Path, cases: list[Case]) -> None:
 
 
 def test_segments_with_holes(folder: Path, cases: list[Case]) -> None:
-    """Cut into segments of 7, 100, 33 tokens and so on: every cut leaves a hole."""
-    some = cases[9:-1]
+    """Cut into segments of 7, 50, 33 tokens and so on: every cut leaves a hole."""
+    some = cases[12:-1]
     prompts = [Prompt(tuple(segments(case.prompt))) for case in some]
-    with LLM(folder, dtype="float32", max_model_len=1200) as llm:
+    with LLM(folder, dtype="float32", max_model_len=600) as llm:
         check(llm, some, prompts)
         cached = check(llm, some, prompts)
     assert all(
@@ -256,7 +262,7 @@ def test_segments_with_holes(folder: Path, cases: list[Case]) -> None:
 
 def segments(token_ids: list[int]) -> Iterator[Segment]:
     start = 0
-    for length in itertools.cycle((7, 100, 33, 16, 250)):
+    for length in itertools.cycle((7, 50, 33, 16, 100)):
         if start >= len(token_ids):
             return
         yield Segment(token_ids=tuple(token_ids[start : start + length]), kind="document")
@@ -273,9 +279,9 @@ def test_bfloat16_is_as_close_as_transformers(folder: Path, hf: Any, cases: list
         exact = hf(ids).logits[0].log_softmax(-1)
         theirs = half(ids).logits[0].float().log_softmax(-1)
     params = SamplingParams.greedy(max_tokens=1, prompt_logprobs=0)
-    with LLM(folder, dtype="bfloat16", max_model_len=1200) as llm:
+    with LLM(folder, dtype="bfloat16", max_model_len=600) as llm:
         entries = llm.generate(token_ids, params).prompt_logprobs
-        answers = llm.generate([case.prompt for case in cases[:-2]], params)
+        answers = llm.generate([case.prompt for case in cases[:14]], params)
     assert entries is not None
     ours = torch.tensor([entry.logprob for entry in entries if entry is not None])
     at = torch.arange(len(token_ids) - 1), torch.tensor(token_ids[1:])

@@ -289,13 +289,20 @@ async def test_what_was_computed_ahead_lies_beside_the_stages(spans: Spans) -> N
 async def test_what_kept_it_from_being_computed_ahead(
     spans: Spans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    refused = anyio.Event()
+
     def refuse(*args: Any, **kwargs: Any) -> Any:
+        refused.set()
         raise QueueFullError("requests", 1, 0, 1.0)
+
+    async def until_refused() -> None:
+        with anyio.fail_after(60):
+            await refused.wait()
 
     embedder = Ones()
     async with pipeline(None, embedder, tracer_provider=spans.provider, overlap=True) as rag:
         monkeypatch.setattr(rag.engine, "prefill", refuse)
-        embedder.on_query = lambda: anyio.sleep(0.02)
+        embedder.on_query = until_refused
         await rag.answer("secret question?")
     found = spans.by_name()
     assert sorted(found) == sorted(NAMES)
@@ -307,7 +314,7 @@ async def test_what_kept_it_from_being_computed_ahead(
 
 async def computed(engine: Engine) -> None:
     """Wait until the engine has computed something, and has nothing more to do."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         while not engine.statistics().prompt_tokens or engine.statistics().num_running:
             await anyio.sleep(0.0005)
 
@@ -404,7 +411,7 @@ async def test_left_while_decoding(spans: Spans, how: str) -> None:
                 if isinstance(event, Delta):
                     break
             gc.collect()
-            with anyio.fail_after(10):
+            with anyio.fail_after(60):
                 while not spans.all():
                     await anyio.lowlevel.checkpoint()
     found = spans.by_name()
@@ -473,7 +480,7 @@ async def test_left_anywhere_leaves_one_whole_trace_and_nothing_running(
         async with anyio.create_task_group() as group:
             for _ in range(60):
                 group.start_soon(ask)
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             while rag.engine.statistics().blocks_used:
                 await anyio.lowlevel.checkpoint()
         await rag.engine.check_integrity()

@@ -336,7 +336,8 @@ def test_any_step_matches_the_oracle(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 def test_head_sizes_with_the_default_configs(head_dim: int, dtype: torch.dtype) -> None:
-    case = make_case(MIXED, head_dim=head_dim, dtype=dtype)
+    sequences = MIXED if ON_GPU else [MIXED[0], MIXED[1], MIXED[4]]
+    case = make_case(sequences, head_dim=head_dim, dtype=dtype)
     case.check(decode=None, prefill=None)
 
 

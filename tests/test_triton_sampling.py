@@ -329,7 +329,8 @@ def kept_weights(row, params, slack):
         mass = np.cumsum(np.sort(weights)[::-1])
         last = np.searchsorted(mass, params.top_p * mass[-1] * (1 + slack))
         least = np.sort(weights)[::-1][min(last, len(row) - 1)]
-        weights = np.where(weights >= least * (1 - 1e-6), weights, 0.0)
+        # Equals are kept together; those that rounding may make equal only if more may be kept.
+        weights = np.where(weights >= least * (1 - max(slack, 0.0)), weights, 0.0)
     return weights
 
 
@@ -488,7 +489,7 @@ FILTERS = [
 
 
 @pytest.mark.parametrize("kind", ["normal", "ties", "peaked", "flat"])
-@pytest.mark.parametrize("vocab", [129, 20_000])
+@pytest.mark.parametrize("vocab", [129, 9001, *([20_000] if ON_GPU else [])])
 def test_the_filters_keep_what_they_should(vocab, kind):
     sequences = tuple(state(seed=i, **fields) for i, fields in enumerate(FILTERS))
     case = Case(vocab, kind, vocab, sequences, torch.float32)

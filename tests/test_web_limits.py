@@ -21,7 +21,7 @@ from ragserve.web.problem import Problem
 
 PATH = "/v1/chat/completions"
 CHAT: dict[str, Any] = {"model": "scripted", "messages": [{"role": "user", "content": "Say"}]}
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 @asynccontextmanager

@@ -41,7 +41,7 @@ from ragserve.web.protocol import IGNORED, read_chat, read_completion
 
 REPLY = "Grüße, 世界 🙂! It is forty-two."
 QUESTION = [{"role": "user", "content": "What is the answer to everything, please?"}]
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 class Facts:

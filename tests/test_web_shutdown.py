@@ -32,7 +32,7 @@ from ragserve.web.sse import sse
 
 NEVER = 1e6
 """A deadline that does not come."""
-PATIENCE = 30.0
+PATIENCE = 120.0
 
 
 def endless_model() -> ScriptedModel:

@@ -51,7 +51,7 @@ from ragserve.web.sse import Event, SSEResponse, sse, until_disconnect
 LINE = "Grüße, 世界 🙂!\nA line.\r\n"
 REPLY = LINE * 20
 TOKENS = len(LINE.encode()) * 20
-PATIENCE = 30.0
+PATIENCE = 120.0
 KNOBS: dict[str, Any] = {
     "block_size": 4,
     "max_num_batched_tokens": 32,

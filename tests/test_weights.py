@@ -18,8 +18,6 @@ from torch import Tensor
 from ragserve.engine.errors import ModelLoadError, UnsupportedModelError
 from ragserve.engine.models import DecoderModel, ModelConfig, cast, load_model, resolve_folder
 
-pytestmark = pytest.mark.cpu
-
 CPU = torch.device("cpu")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 

@@ -18,7 +18,7 @@ from websockets.sync.client import ClientConnection, connect
 
 __all__ = ["Browser", "Page", "PageError", "find_chromium"]
 
-PATIENCE = 30.0
+PATIENCE = 120.0
 """Seconds after which what was waited for is not going to happen."""
 
 _KEYS = {"Enter": ("\r", 13), "Escape": ("", 27)}

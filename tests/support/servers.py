@@ -24,7 +24,7 @@ __all__ = ["SERVERS", "ServerProcess", "ServerThread", "get_json", "raw_request"
 SERVERS = ("h11", "httptools", "hypercorn")
 """What `kind` may be: uvicorn with either of its parsers, or hypercorn."""
 
-_PATIENCE = 30.0
+_PATIENCE = 120.0
 """Seconds after which a server that does not start, or end, has hung."""
 
 
