@@ -28,7 +28,7 @@ from itertools import pairwise
 from math import log2
 from typing import TypeAlias
 
-from .eviction import IdleBlocks
+from .eviction import PINNED_LEVEL, IdleBlocks
 from .prompt import Retention
 
 __all__ = [
@@ -44,8 +44,8 @@ __all__ = [
     "root_key",
 ]
 
-Place: TypeAlias = tuple[int | None, float]
-"""Level of an idle block, and its score."""
+Place: TypeAlias = tuple[int | None, float, float]
+"""Level of an idle block, its score, and the logarithm of what a use of it is worth."""
 
 BlockKey = bytes
 """Names the content of a block: its own tokens, all tokens before, and the namespace."""
@@ -201,6 +201,8 @@ _HALF_LIFE = 8.0
 there are: a clock that needs no tuning to the size of the pool or the load."""
 _LEVELS = 2
 """Levels of eviction in each doubling of worth."""
+_LEASE_SLACK = 64
+"""Leases that are over, besides as many as last, that the heap may hold."""
 _REMEMBERED = 4
 """Evicted blocks whose uses are remembered, in sizes of the pool."""
 
@@ -244,8 +246,8 @@ class BlockPool:
         """A heap of (monotonic nanoseconds, number, block): when an idle block's retention may
         end; the end of a prefix before its beginning."""
         self._lease_numbers = itertools.count()
-        self._lease_of: dict[int, int] = {}
-        """Idle blocks whose retention ends, and when."""
+        self._lease_of: dict[int, tuple[int, int]] = {}
+        """Idle blocks whose retention ends: when, and the number of the lease."""
 
     @property
     def num_available(self) -> int:
@@ -274,12 +276,19 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def num_found(self, keys: Sequence[BlockKey]) -> int:
+    def num_found(self, keys: Sequence[BlockKey], most: int | None = None) -> int:
         """About how many blocks `find` would give, by bisection: a few look-ups however many keys.
 
         Exact unless a block's prefix was evicted and it was not.
+
+        :param most: of the first keys alone; None is all.
         """
-        return bisect_left(keys, True, key=lambda key: key not in self._block_of)
+        end = len(keys) if most is None else min(most, len(keys))
+        return bisect_left(keys, True, 0, end, key=lambda key: key not in self._block_of)
+
+    def block_of(self, key: BlockKey) -> int | None:
+        """The block that is found under a key."""
+        return self._block_of.get(key)
 
     def num_idle_of(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` nobody holds: acquiring them makes that many fewer available."""
@@ -318,21 +327,33 @@ class BlockPool:
         places = []
         for block in blocks:
             level = None if self._references[block] else self._idle.remove(block)
-            places.append((level, self._score[block]))
+            places.append((level, self._score[block], self._base[block]))
             self._references[block] += 1
         return places
 
     def let_go(self, blocks: Sequence[int], places: Sequence[Place]) -> None:
-        """End a `hold`: a block that nobody has used meanwhile is as old as it was."""
+        """End a `hold`: a block that nobody has used meanwhile is as old as it was.
+
+        Its level is another one if its retention has ended meanwhile, or it was pinned, or not.
+        """
         # In reverse, so that of equals the first is the oldest again.
-        for block, (level, score) in zip(reversed(blocks), reversed(places), strict=True):
+        for block, (level, score, base) in zip(reversed(blocks), reversed(places), strict=True):
             self._references[block] -= 1
             if self._references[block]:
                 continue
-            if self._key_of[block] is None:
+            key = self._key_of[block]
+            if key is None:
                 self._free.append(block)
-            elif level is None or self._score[block] != score:
+                continue
+            change = self._base[block] - base
+            if (
+                level is None
+                or self._score[block] != score
+                or (level == PINNED_LEVEL) != (key in self._pins)
+            ):
                 self._become_idle(block, self._level(block), time.monotonic_ns())
+            elif change and level != PINNED_LEVEL:
+                self._become_idle(block, level + self._steps(change), time.monotonic_ns())
             else:
                 self._idle.add(block, level, oldest=True)
 
@@ -532,6 +553,14 @@ class BlockPool:
             raise RuntimeError("a free block still has a key")
         if any(self._key_of[block] is None for block in idle):
             raise RuntimeError("a cached block has no key")
+        if any(self._key_of[block] is None for block in self._lease_of):
+            raise RuntimeError("a block without content has a lease")
+        if len(self._leases) > 2 * self.num_blocks + _LEASE_SLACK:
+            raise RuntimeError(f"{len(self._leases)} leases of {self.num_blocks} blocks")
+        if not {(*lease, block) for block, lease in self._lease_of.items()} <= set(self._leases):
+            raise RuntimeError("a lease will never end")
+        if min([*self._pins.values(), *self._wanted.values()], default=1) < 1:
+            raise RuntimeError("a key is pinned, or wanted, by nobody")
         self._idle.check_integrity()
 
     # -- eviction -------------------------------------------------------------------------
@@ -545,12 +574,21 @@ class BlockPool:
         all that lies idle loses its worth alike."""
         return round(_LEVELS * (self._base[block] + self._heat[block])) if self._cost_aware else 0
 
+    def _steps(self, change: float) -> int:
+        """Levels between what blocks were worth and are, if a use of them is worth that much more,
+        as a logarithm."""
+        return round(_LEVELS * change) if self._cost_aware else 0
+
     def _become_idle(self, block: int, level: int, now: int) -> None:
         seconds = self._keep[block].seconds
         if seconds is not None:
             end = now + int(seconds * 1e9)
-            self._lease_of[block] = end
-            heapq.heappush(self._leases, (end, next(self._lease_numbers), block))
+            lease = end, next(self._lease_numbers)
+            self._lease_of[block] = lease
+            heapq.heappush(self._leases, (*lease, block))
+            if len(self._leases) > 2 * len(self._lease_of) + _LEASE_SLACK:
+                self._leases = [(*kept, leased) for leased, kept in self._lease_of.items()]
+                heapq.heapify(self._leases)
         pinned = bool(self._pins) and self._key_of[block] in self._pins
         self._idle.add(block, level, pinned=pinned)
 
@@ -560,9 +598,8 @@ class BlockPool:
         self._base[block] += change
         if block in self._idle:
             # By as much for all of a prefix: what is found through a block still goes before it.
-            steps = round(_LEVELS * change) if self._cost_aware else 0
             level = self._idle.remove(block)
-            self._become_idle(block, level + steps, time.monotonic_ns())
+            self._become_idle(block, level + self._steps(change), time.monotonic_ns())
 
     def _place_again(self, keys: Sequence[BlockKey]) -> None:
         """Whether the blocks of a prefix are pinned has changed."""
@@ -578,9 +615,10 @@ class BlockPool:
         """Put idle blocks whose retention has ended where they belong now."""
         now = time.monotonic_ns()
         while self._leases and self._leases[0][0] <= now:
-            end, _, block = heapq.heappop(self._leases)
+            end, number, block = heapq.heappop(self._leases)
             # It may have been used since.
-            if self._lease_of.get(block) == end:
+            if self._lease_of.get(block) == (end, number):
+                del self._lease_of[block]
                 self._change_keep(block, Keep(self._keep[block].otherwise))
 
     def _is_wanted(self, block: int) -> bool:

@@ -7,9 +7,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-__all__ = ["IdleBlocks"]
+__all__ = ["PINNED_LEVEL", "IdleBlocks"]
 
-_PINNED = 1 << 62
+PINNED_LEVEL = 1 << 62
 """Level of what goes last."""
 _SLACK = 64
 """Levels without blocks that the heap may hold besides as many as it has with some."""
@@ -45,7 +45,7 @@ class IdleBlocks:
         :param oldest: of its level, not the newest.
         """
         if pinned:
-            level = _PINNED
+            level = PINNED_LEVEL
         blocks = self._levels.get(level)
         if blocks is None:
             blocks = self._levels[level] = OrderedDict()
@@ -96,7 +96,7 @@ class IdleBlocks:
         """
         taken: list[int] = []
         heap, levels = self._heap, self._levels
-        while len(taken) < count and heap and heap[0] < _PINNED:
+        while len(taken) < count and heap and heap[0] < PINNED_LEVEL:
             level = heap[0]
             blocks = levels.get(level)
             if blocks is None:
@@ -110,14 +110,14 @@ class IdleBlocks:
                     taken.append(block)
             if not blocks:
                 del levels[level]
-        pinned = levels.get(_PINNED, OrderedDict())
+        pinned = levels.get(PINNED_LEVEL, OrderedDict())
         for rest in (self._spared, pinned):
             last = list(islice(rest, count - len(taken)))
             for block in last:
                 del rest[block]
             taken += last
         if not pinned:
-            levels.pop(_PINNED, None)
+            levels.pop(PINNED_LEVEL, None)
         for block in taken:
             del self._level_of[block]
         return taken
@@ -134,7 +134,7 @@ class IdleBlocks:
         them. Nothing changes."""
         found: list[int] = []
         for level in sorted(self._levels):
-            if level == _PINNED:
+            if level == PINNED_LEVEL:
                 break
             for block in self._levels[level]:
                 if not wanted(block):

@@ -1,4 +1,4 @@
-"""What the cache once held or was asked for: how often a block was used, and why one is missing."""
+"""What was sent before: why a prompt's blocks are missing from the cache."""
 
 from __future__ import annotations
 
@@ -10,42 +10,31 @@ from .outputs import MissReason
 __all__ = ["PromptHistory"]
 
 _MAX_SEGMENTS = 1 << 16
-_MAX_NAMESPACES = 8
-"""Of one segment that are remembered: the latest."""
 
 
 class PromptHistory:
-    """The segments that were sent, by content and namespace, whatever stood before them.
+    """The segments that each namespace has sent, whatever stood before them.
 
-    Bounded: the segments that were not sent for longest are forgotten.
+    What it says to one namespace does not depend on what others have sent, but for how much that
+    was: the segments that were not sent for longest are forgotten.
     """
 
     def __init__(self, max_segments: int = _MAX_SEGMENTS) -> None:
         self._max_segments = max_segments
-        self._namespaces_of: OrderedDict[bytes, OrderedDict[str, None]] = OrderedDict()
+        self._sent: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def note(self, digests: Iterable[bytes], namespace: str) -> None:
         """Segments were sent.
 
         :param digests: of their tokens alone.
         """
-        known = self._namespaces_of
         for digest in digests:
-            namespaces = known.get(digest)
-            if namespaces is None:
-                known[digest] = OrderedDict({namespace: None})
-                if len(known) > self._max_segments:
-                    known.popitem(last=False)
-                continue
-            known.move_to_end(digest)
-            namespaces[namespace] = None
-            namespaces.move_to_end(namespace)
-            if len(namespaces) > _MAX_NAMESPACES:
-                namespaces.popitem(last=False)
+            segment = namespace, digest
+            self._sent[segment] = None
+            self._sent.move_to_end(segment)
+            if len(self._sent) > self._max_segments:
+                self._sent.popitem(last=False)
 
     def why_missing(self, digest: bytes, namespace: str) -> MissReason:
         """Why a segment's blocks were never in the cache behind what stands before them now."""
-        namespaces = self._namespaces_of.get(digest)
-        if namespaces is None:
-            return "never_seen"
-        return "other_order" if namespace in namespaces else "other_namespace"
+        return "other_order" if (namespace, digest) in self._sent else "never_seen"

@@ -23,16 +23,15 @@ __all__ = [
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 MissReason: TypeAlias = Literal[
-    "never_seen", "evicted", "other_order", "other_namespace", "shorter_than_block", "not_cached"
+    "never_seen", "evicted", "other_order", "shorter_than_block", "not_cached"
 ]
 """Why prompt tokens were not in the cache.
 
-never_seen: nobody has sent them, or so long ago that it is forgotten. evicted: they were there,
-and made room. other_order: they were sent behind something else, for what is cached is found only
-behind the same tokens. other_namespace: another tenant has sent them (said in statistics alone; an
-answer says never_seen, or tenants could ask for one another's documents). shorter_than_block: the
-tail that fills no block, or the one token that is always computed. not_cached: prefix caching is
-off, or log-probabilities of the prompt were asked for."""
+never_seen: they were not sent in this namespace, or so long ago that it is forgotten; whether they
+were in another is not said. evicted: they were there, and made room. other_order: they were sent
+behind something else, for what is cached is found only behind the same tokens. shorter_than_block:
+the tail that fills no block, or the one token that is always computed. not_cached: prefix caching
+is off, or log-probabilities of the prompt were asked for."""
 
 ReuseSource: TypeAlias = Literal["device", "host", "disk"]
 """Where cached tokens came from: the pool itself, or a tier behind it."""

@@ -58,15 +58,18 @@ class ReuseRecorder:
             if counts:
                 self.query_tokens[segment.kind] += segment.end - segment.start
                 self.hit_tokens[segment.kind] += found
-            shown: MissReason | None = "never_seen" if miss == "other_namespace" else miss
             length = segment.end - segment.start
-            reuse.append(SegmentReuse(segment.kind, length, found, source, shown))
+            reuse.append(SegmentReuse(segment.kind, length, found, source, miss))
         request.timeline.reuse = tuple(reuse)
         if counts and request.awaited_from is not None:
             self.awaited_tokens += max(0, cached - request.awaited_from)
         # What is only speculated on may not come to be computed.
         if may_share and not request.speculative:
             self._history.note((s.digest for s in request.segments), request.namespace)
+
+    def forget(self) -> None:
+        """Forget which segments were sent. The sums stay."""
+        self._history = PromptHistory()
 
     def _explain(
         self, request: Request, segment: PromptSegment, start: int, may_share: bool, counts: bool

@@ -14,7 +14,6 @@ _WHY: Final[dict[MissReason, str]] = {
     "never_seen": "not sent before",
     "evicted": "was cached, and made room for others",
     "other_order": "sent before, but behind other text",
-    "other_namespace": "sent before in another namespace",
     "shorter_than_block": "fills no block, or is the token that is always computed",
     "not_cached": "not looked for: no prefix cache, or log-probabilities were asked for",
 }

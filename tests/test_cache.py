@@ -389,10 +389,25 @@ def test_every_miss_has_its_reason() -> None:
     rig.run()
     assert reuse(foreign)[0] == ("system", 20, 0, "never_seen"), "no oracle"
     misses = rig.core.scheduler.reuse.miss_tokens
-    assert misses["other_namespace"] == 20
     assert misses["other_order"] == 190
     assert misses["shorter_than_block"] == 12 + 12 + 8 + 12
-    assert misses["never_seen"] == 210 + 32
+    assert misses["never_seen"] == 210 + 32 + 20
+
+
+def test_what_other_namespaces_send_changes_no_count_of_ours() -> None:
+    def counts(*theirs: list[int]) -> tuple[Any, ...]:
+        rig = Rig()
+        for number, namespace in enumerate("abcdefghijkl"):
+            rig.run(rig.add(*theirs, question(number), kinds=KINDS, namespace=namespace))
+        recorder = rig.core.scheduler.reuse
+        before = recorder.miss_tokens.copy()
+        mine = [rig.add(SYSTEM, DOCUMENT, question(0), kinds=KINDS, namespace="mine")]
+        rig.run()
+        mine.append(rig.add(OTHER, DOCUMENT, question(0), kinds=KINDS, namespace="mine"))
+        rig.run()
+        return recorder.miss_tokens - before, [reuse(request) for request in mine]
+
+    assert counts(SYSTEM, DOCUMENT) == counts(OTHER, OTHER)
 
 
 def test_what_made_room_is_called_evicted() -> None:

@@ -745,7 +745,7 @@ async def test_every_prompt_token_is_a_hit_or_has_a_reason() -> None:
     assert asked == hit + sum(cache.miss_tokens.values())
     assert set(cache.query_tokens) == {"system", "document", "question", "turn"}
     assert 0 < cache.hit_tokens["document"] < cache.query_tokens["document"]
-    assert cache.miss_tokens["other_namespace"] > 0
+    assert set(cache.miss_tokens) <= {"never_seen", "other_order", "shorter_than_block", "evicted"}
 
 
 async def test_deltas_of_several_tokens_are_one_value_for_opentelemetry() -> None:
