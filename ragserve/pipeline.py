@@ -450,6 +450,11 @@ class RagPipeline:
             probe=self.engine.probe(request.namespace),
         )
 
+    def _build_noted(self, request: _Request, found: Sequence[ScoredChunk]) -> BuiltPrompt:
+        prompt = self._build(request, found)
+        self._note(request, prompt)
+        return prompt
+
     def _max_prompt_tokens(self, params: SamplingParams) -> int | None:
         limit = self.engine.config.max_model_len
         if limit is None:
@@ -709,8 +714,7 @@ class AnswerStream:
         record.found = found
         record.retrieved = time.monotonic_ns()
 
-        record.prompt = prompt = await pipeline._workers.run(pipeline._build, request, found)
-        pipeline._note(request, prompt)
+        record.prompt = prompt = await pipeline._workers.run(pipeline._build_noted, request, found)
         return prompt
 
     async def _retrieve(self, query: Query) -> Sequence[ScoredChunk]:
