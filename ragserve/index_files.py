@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -210,9 +210,9 @@ def read_meta(folder: Path) -> SavedIndex:
         raise _broken(file, "its embedder is no string")
     if not _is_count(count):
         raise _broken(file, "its count is no integer from 0")
-    if count == 0:
+    if not count:
         dimension = None
-    elif not _is_count(dimension) or dimension == 0:
+    elif not dimension or not _is_count(dimension):
         raise _broken(file, "its dimension is no integer from 1")
     kinds = ("chunks", "vectors") if count else ("chunks",)
     return SavedIndex(embedder, dimension, count, _named_files(file, meta.get("files"), kinds))
@@ -315,7 +315,7 @@ def _check_vectors_file(file: Path, count: int, dimension: int) -> None:
 def _read_vectors(file: Path, dimension: int) -> Any:
     import faiss
 
-    vectors = faiss.read_index(str(file))
+    vectors: Any = faiss.read_index(str(file))  # the stubs know no IndexFlat of it
     flat = faiss.rev_swig_ptr(vectors.get_xb(), vectors.ntotal * dimension)
     for start in range(0, len(flat), _ROWS * dimension):
         if not np.isfinite(flat[start : start + _ROWS * dimension]).all():
@@ -323,7 +323,7 @@ def _read_vectors(file: Path, dimension: int) -> Any:
     return vectors
 
 
-def _is_count(value: object) -> bool:
+def _is_count(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 
