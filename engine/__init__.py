@@ -19,7 +19,7 @@ from .errors import (
     RagserveError,
     UnsupportedModelError,
 )
-from .handoff import check_event_loop, current_event_loop, run_in
+from .handoff import check_event_loop, current_event_loop, result_of, run_in
 from .limits import RequestLimits
 from .loading import LoadedModel, ModelSource, PretrainedModel
 from .outputs import (
@@ -126,5 +126,6 @@ __all__ = [
     "cache_directory",
     "check_event_loop",
     "current_event_loop",
+    "result_of",
     "run_in",
 ]

@@ -459,6 +459,22 @@ class Engine:
         """Tell it no more. Idempotent; a call that is under way ends as it will."""
         self._core.recorder.listeners.remove(listener)
 
+    def check_open(self) -> None:
+        """Check that requests are taken, before work for one is begun elsewhere.
+
+        :raises EngineClosedError: if the engine is closing or closed, or is another process's.
+        :raises EngineDeadError: if a step has failed.
+        """
+        self._driver.check_open()
+
+    def check_options(self, params: SamplingParams, *, priority: int, namespace: str) -> None:
+        """Check what of a request can be told without its prompt. Arguments as in `stream`.
+
+        :raises InvalidParamsError: if one is of the wrong type, too large, or does not fit the
+            model.
+        """
+        self._preparation.check(Call("", params, priority, namespace))
+
     def health(self) -> Health:
         """Whether it takes requests, and what killed it if it is dead."""
         return Health(self._driver.state, self._driver.cause)

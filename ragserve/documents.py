@@ -185,6 +185,13 @@ class TokenSplitter:
         block_size: int | None = None,
         template: DocumentTemplate | None = None,
     ) -> None:
+        if isinstance(tokenizer, str | bytes | type):  # strings have an encode() of their own
+            raise InvalidParamsError(
+                "tokenizer",
+                tokenizer,
+                "an object with encode(text), or a function that counts tokens; for a model's name "
+                "AutoTokenizer.from_pretrained(name) of transformers, or engine.tokenizer",
+            )
         if chunk_tokens < 1:
             raise InvalidParamsError("chunk_tokens", chunk_tokens, "at least 1")
         if not 0 <= overlap_tokens < chunk_tokens:

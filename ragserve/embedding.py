@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,8 @@ from ragserve.engine import (
     current_event_loop,
 )
 
+from .workers import HomeProcess, Places
+
 __all__ = [
     "Embedder",
     "EmbedderClosedError",
@@ -29,6 +32,9 @@ __all__ = [
     "SentenceTransformerEmbedder",
     "TextKind",
     "Vectors",
+    "check_embedder",
+    "check_vectors",
+    "lone_surrogate",
 ]
 
 Vectors: TypeAlias = NDArray[np.float32]
@@ -36,6 +42,11 @@ Vectors: TypeAlias = NDArray[np.float32]
 
 TextKind: TypeAlias = Literal["query", "document"]
 """What a text is. Some models put a different prompt before each."""
+
+
+_CHARACTERS_A_TOKEN = 64
+"""Of a text that is embedded, at most so many for each token that the model takes in are looked
+at: far more than any language has, and few enough that no text holds the thread for long."""
 
 
 class EmbeddingError(RagserveError):
@@ -61,6 +72,50 @@ class Embedder(Protocol):
         """One vector a text: float32, `[len(texts), dimension]`, each of length 1."""
 
 
+def check_embedder(embedder: object) -> None:
+    """Check that something is an `Embedder`.
+
+    :raises InvalidParamsError: if it lacks one of its parts; names it, and what is one.
+    """
+    allowed = "an Embedder, like SentenceTransformerEmbedder(...)"
+    if inspect.isawaitable(embedder):
+        raise InvalidParamsError("embedder", embedder, f"{allowed}: write `await` before it")
+    if isinstance(embedder, type):
+        raise InvalidParamsError("embedder", embedder, f"{allowed}, not the class")
+    if not callable(getattr(embedder, "embed", None)):
+        raise InvalidParamsError("embedder", embedder, f"{allowed}: it has no embed(texts, kind=)")
+    if not isinstance(getattr(embedder, "model_name", None), str):
+        raise InvalidParamsError("embedder", embedder, f"{allowed}: it has no model_name")
+    if not hasattr(embedder, "dimension"):
+        raise InvalidParamsError("embedder", embedder, f"{allowed}: it has no dimension")
+
+
+def check_vectors(vectors: object, count: int, name: str) -> Vectors:
+    """What an embedder gave for `count` texts, as float32.
+
+    :param name: of the embedder, for the error.
+    :raises EmbeddingError: if it is not one finite vector a text.
+    """
+    expected = f"expected [{count}, dimension] of finite numbers"
+    try:
+        array: Vectors = np.asarray(vectors, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise EmbeddingError(
+            f"{name} gave {type(vectors).__name__} for {count} texts; {expected}"
+        ) from error
+    if array.ndim != 2 or len(array) != count or not array.shape[1]:
+        raise EmbeddingError(
+            f"{name} gave an array of shape {array.shape} for {count} texts; {expected}"
+        )
+    if not np.isfinite(array).all():
+        rows = int((~np.isfinite(array)).any(axis=1).sum())
+        raise EmbeddingError(
+            f"{name} gave infinity or NaN in {rows} of {count} vectors of dimension "
+            f"{array.shape[1]}; {expected}"
+        )
+    return array
+
+
 class SentenceTransformerEmbedder:
     """Embeds with a sentence-transformers model, or any object with `encode(texts)`.
 
@@ -81,7 +136,9 @@ class SentenceTransformerEmbedder:
         one called "query", if the model has it.
     :param document_prompt_name: likewise for documents; default "document".
     :param trust_remote_code: let the model's repository run its own code.
-    :raises InvalidParamsError: if `batch_size` is below 1, or `model` has no `encode`.
+    :param max_queued_calls: most calls of `embed` that may wait or be at work at a time.
+    :raises InvalidParamsError: if `batch_size` or `max_queued_calls` is below 1, or `model` has no
+        `encode`.
     """
 
     def __init__(
@@ -94,9 +151,10 @@ class SentenceTransformerEmbedder:
         query_prompt_name: str | None = None,
         document_prompt_name: str | None = None,
         trust_remote_code: bool = False,
+        max_queued_calls: int = 4096,
     ) -> None:
-        if batch_size < 1:
-            raise InvalidParamsError("batch_size", batch_size, "at least 1")
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise InvalidParamsError("batch_size", batch_size, "an integer of at least 1")
         self._source: str | Path | None = None
         self._model: Any = None
         if isinstance(model, str | Path):
@@ -114,7 +172,10 @@ class SentenceTransformerEmbedder:
         self._prompt_names = {"query": query_prompt_name, "document": document_prompt_name}
         self._dimension: int | None = None
         self._lock = threading.Lock()
-        self._jobs: list[_Job] = []
+        # In the order of service. A dictionary, so that what is cancelled leaves it at once.
+        self._jobs: dict[_Job, None] = {}
+        self._places = Places("calls", max_queued_calls)
+        self._process = HomeProcess(f"the embedder {self._model_name}")
         self._working = False
         self._closed = False
         # Ends its thread when the embedder is collected, and joins it when Python exits.
@@ -150,21 +211,27 @@ class SentenceTransformerEmbedder:
         :raises ModelLoadError: if the model cannot be loaded; the next call tries again.
         :raises EmbeddingError: if the model's answer is not one finite vector a text.
         :raises EmbedderClosedError: after `aclose`.
+        :raises EngineClosedError: in a process that was forked after the embedder was used.
+        :raises InvalidParamsError: if `texts` is no list of strings that can be encoded as UTF-8.
+        :raises QueueFullError: if `max_queued_calls` wait already.
         """
-        if isinstance(texts, str):
-            raise InvalidParamsError("texts", texts, "a list of texts, not one text")
+        _check_texts(texts)
         if kind not in self._prompt_names:
             raise InvalidParamsError("kind", kind, "query or document")
         if not texts:
             if self._dimension is None:
                 await self.load()
             return np.empty((0, self._dimension or 0), np.float32)
-        job = _Job(list(texts), kind)
-        self._submit(job)
-        try:
-            await job.event.wait()
-        finally:
-            job.finished = True
+        self._process.check()
+        with self._places.taken():
+            job = _Job(list(texts), kind)
+            self._submit(job)
+            try:
+                await job.event.wait()
+            finally:
+                job.finished = True
+                with self._lock:
+                    self._jobs.pop(job, None)
         return job.result()
 
     async def aclose(self) -> None:
@@ -172,11 +239,13 @@ class SentenceTransformerEmbedder:
 
         A batch that is at the model already is let finish; its result is dropped.
         """
+        if self._process.forked:
+            return  # the thread is the other process's
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            jobs, self._jobs = self._jobs, []
+            jobs, self._jobs = self._jobs, {}
         for job in jobs:
             job.finish(EmbedderClosedError(f"{self!r} was closed while texts were waiting"))
         self._thread.submit(self._unload)
@@ -192,10 +261,15 @@ class SentenceTransformerEmbedder:
         with self._lock:
             if self._closed:
                 raise EmbedderClosedError(f"{self!r} takes no more texts; make a new one")
-            self._jobs.append(job)
             if not self._working:
+                try:
+                    self._thread.submit(self._work)
+                except RuntimeError as error:  # what a pool raises that takes no more
+                    raise EmbedderClosedError(
+                        f"{self!r} cannot start its thread: Python is shutting down"
+                    ) from error
                 self._working = True
-                self._thread.submit(self._work)
+            self._jobs[job] = None
 
     # What follows runs in the worker thread.
 
@@ -215,7 +289,7 @@ class SentenceTransformerEmbedder:
     def _waiting(self) -> list[_Job]:
         """The jobs with texts still to embed. None: the thread is told that it is idle."""
         with self._lock:
-            self._jobs = [job for job in self._jobs if job.remaining]
+            self._jobs = {job: None for job in self._jobs if job.remaining}
             self._working = bool(self._jobs)
             return list(self._jobs)
 
@@ -224,11 +298,12 @@ class SentenceTransformerEmbedder:
         with self._lock:
             if not self._jobs:
                 return []
-            prompt = self._prompt(self._jobs[0].kind)
+            prompt = self._prompt(next(iter(self._jobs)).kind)
             peers = [job for job in self._jobs if self._prompt(job.kind) == prompt]
             peers = peers[: self._batch_size]
             # Those that were served go to the end of the queue.
-            self._jobs = [job for job in self._jobs if job not in peers] + peers
+            for job in peers:
+                self._jobs[job] = self._jobs.pop(job)
         parts = []
         room = self._batch_size
         # The smallest first: what they leave of their share goes to the others.
@@ -259,6 +334,10 @@ class SentenceTransformerEmbedder:
 
     def _vectors(self, texts: list[str], kind: TextKind) -> Vectors:
         if _is_sentence_transformer(self._model):
+            longest = getattr(self._model, "max_seq_length", None)
+            if isinstance(longest, int):
+                # The model takes in only so many tokens, but the library encodes the whole text.
+                texts = [text[: longest * _CHARACTERS_A_TOKEN] for text in texts]
             with _threads(1 if kind == "query" else None):
                 output = self._model.encode(
                     texts,
@@ -271,22 +350,16 @@ class SentenceTransformerEmbedder:
             output = self._model.encode(texts)
         if callable(getattr(output, "detach", None)):  # a torch tensor, on any device
             output = output.detach().float().cpu().numpy()
-        vectors = np.array(output, dtype=np.float32)  # a copy: it is normalized in place
-        if vectors.ndim != 2 or vectors.shape[0] != len(texts):
-            raise EmbeddingError(
-                f"{self._model_name} gave an array of shape {vectors.shape} for {len(texts)} "
-                f"texts; expected [{len(texts)}, dimension]"
-            )
+        vectors = check_vectors(output, len(texts), self._model_name)
         if self._dimension not in (None, vectors.shape[1]):
             raise EmbeddingError(
                 f"{self._model_name} gave vectors of dimension {vectors.shape[1]}, and of "
                 f"{self._dimension} before; use one embedder for one model"
             )
-        if not np.isfinite(vectors).all():
-            raise EmbeddingError(f"{self._model_name} gave a vector with infinity or NaN in it")
         self._dimension = vectors.shape[1]
-        vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), 1e-12)
-        return vectors
+        norms = np.linalg.norm(vectors, axis=1, keepdims=True)
+        normalized: Vectors = vectors / np.maximum(norms, 1e-12)
+        return normalized
 
     def _load(self) -> Any:
         with _no_progress_bars():
@@ -375,6 +448,35 @@ class _Part:
 
     job: _Job
     rows: list[int]
+
+
+def _check_texts(texts: object) -> None:
+    if isinstance(texts, str | bytes) or not isinstance(texts, Sequence):
+        kind = type(texts).__name__  # and not the text itself, which is nobody else's business
+        raise InvalidParamsError("texts", f"<{kind}>", "a list of texts, not one text")
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            kind = type(text).__name__
+            raise InvalidParamsError(f"texts[{number}]", f"<{kind}>", "a string")
+        if (position := lone_surrogate(text)) is not None:
+            raise InvalidParamsError(
+                f"texts[{number}]",
+                f"<{len(text)} characters>",
+                f"a string without lone surrogates; character {position} is one: replace it, with "
+                'text.encode("utf-8", "replace").decode() say',
+            )
+
+
+def lone_surrogate(text: str) -> int | None:
+    """Where the first half of a character stands, as in the text of some PDF files, that no encoder
+    takes; None if there is none."""
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return error.start
+    return None
 
 
 def _default_name(model: object) -> str:

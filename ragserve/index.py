@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import inspect
 import os
-import secrets
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol, Self, TypeAlias, runtime_checkable
 
 import numpy as np
 
-from ragserve.engine import InvalidParamsError, RagserveError, run_in
+from ragserve.engine import InvalidParamsError, RagserveError
 
 from .documents import Chunk, Document, TokenSplitter
-from .embedding import Embedder, Vectors
+from .embedding import Embedder, Vectors, check_embedder, check_vectors, lone_surrogate
+from .index_files import IndexLoadError, read_index, read_meta, write_index
+from .workers import HomeProcess, Places, Workers
 
 __all__ = [
     "ChunkFilter",
@@ -30,6 +30,8 @@ __all__ = [
     "Retriever",
     "ScoredChunk",
     "StagedRetriever",
+    "check_filter",
+    "check_retriever",
 ]
 
 Query: TypeAlias = str | Vectors
@@ -38,27 +40,27 @@ Query: TypeAlias = str | Vectors
 ChunkFilter: TypeAlias = Callable[[Chunk], bool]
 """Says whether a chunk may be found."""
 
-_FORMAT: Final = 1
 _BATCH: Final = 256
 """Chunks embedded between two reports of progress."""
+_NAMED: Final = 20
+"""Faulty items that an error names one by one."""
 
 
 class DuplicateChunkError(RagserveError, ValueError):
-    """A chunk of that id is in the index already; nothing was added.
+    """Chunks of these ids are in the index already, or twice in the call; nothing was added.
 
-    :ivar chunk_id: the id.
+    :ivar chunk_id: the first of them.
+    :ivar chunk_ids: all of them.
     """
 
-    def __init__(self, chunk_id: str, index: str) -> None:
+    def __init__(self, chunk_ids: Sequence[str], index: str) -> None:
+        named = ", ".join(map(repr, chunk_ids[:_NAMED])) + _more(len(chunk_ids) - _NAMED)
         super().__init__(
-            f"chunk {chunk_id!r} is in index {index!r} already, or twice in the call; ids must be "
+            f"in index {index!r} already, or twice in the call: chunk {named}; ids must be "
             "unique, so nothing was added"
         )
-        self.chunk_id = chunk_id
-
-
-class IndexLoadError(RagserveError):
-    """A saved index is missing, broken, or of another format."""
+        self.chunk_ids = tuple(chunk_ids)
+        self.chunk_id = self.chunk_ids[0]
 
 
 class IndexMismatchError(IndexLoadError):
@@ -102,6 +104,35 @@ class StagedRetriever(Retriever, Protocol):
         """Provisional results, then the final ones, which are what `retrieve` gives."""
 
 
+def check_retriever(index: object) -> None:
+    """Check that something is a `Retriever`.
+
+    :raises InvalidParamsError: if it lacks one of its parts; names it, and what is one.
+    """
+    allowed = "a Retriever, like FaissIndex(embedder)"
+    if inspect.isawaitable(index):
+        raise InvalidParamsError("index", index, f"{allowed}: write `await` before it")
+    if isinstance(index, type):
+        raise InvalidParamsError("index", index, f"{allowed}, not the class")
+    if not callable(getattr(index, "retrieve", None)):
+        raise InvalidParamsError("index", index, f"{allowed}: it has no retrieve(query, top_k=)")
+    if not isinstance(getattr(index, "name", None), str):
+        raise InvalidParamsError("index", index, f"{allowed}: it has no name, for traces")
+
+
+def check_filter(filter: object) -> None:
+    """Check that something can be called, as a `ChunkFilter` is.
+
+    :raises InvalidParamsError: if it is neither that nor None.
+    """
+    if filter is not None and (not callable(filter) or isinstance(filter, type)):
+        raise InvalidParamsError(
+            "filter",
+            filter,
+            'a function of a chunk, like lambda chunk: chunk.metadata["year"] == 2024, or None',
+        )
+
+
 class FaissIndex:
     """Exact search by cosine, in memory: FAISS's IndexFlatIP over vectors of length 1.
 
@@ -112,18 +143,35 @@ class FaissIndex:
     :param splitter: cuts documents that are added into chunks; without one, a document is one
         chunk, and what the embedder's model doesn't take in of it is not found.
     :param name: how traces call it.
+    :param max_queued_calls: most searches and additions that may wait or be at work at a time.
+    :raises InvalidParamsError: if one of these is not what it has to be.
     """
 
     def __init__(
-        self, embedder: Embedder, *, splitter: TokenSplitter | None = None, name: str = "faiss"
+        self,
+        embedder: Embedder,
+        *,
+        splitter: TokenSplitter | None = None,
+        name: str = "faiss",
+        max_queued_calls: int = 4096,
     ) -> None:
+        check_embedder(embedder)
+        # Strings have a split() of their own.
+        cuts = callable(getattr(splitter, "split", None)) and not isinstance(splitter, str | type)
+        if splitter is not None and not cuts:
+            raise InvalidParamsError("splitter", splitter, "a TokenSplitter(...), or None")
+        if not isinstance(name, str):
+            raise InvalidParamsError("name", name, "a string")
         self.embedder = embedder
         self.splitter = splitter
         self._name = name
         self._lock = threading.Lock()
+        self._process = HomeProcess(f"the index {name!r}")
+        self._places = Places("calls", max_queued_calls)
         # Its own, so that neither these calls nor the application's can use up the other's threads.
-        # They end when the index is collected.
-        self._threads = ThreadPoolExecutor(4, thread_name_prefix="ragserve-index")
+        self._workers = Workers(4, "ragserve-index", self._process)
+        # And saves, which may wait for each other, use up no searches' threads.
+        self._savers = Workers(1, "ragserve-index-save", self._process)
         self._vectors: Any = None  # faiss.IndexFlatIP; row i is the vector of chunk i
         self._chunks: list[Chunk] = []
         self._ids: set[str] = set()  # of the chunks, and of those being added
@@ -142,10 +190,11 @@ class FaissIndex:
         :param name: default: the folder's name.
         :raises IndexLoadError: if files are missing, truncated or changed.
         :raises IndexMismatchError: if it was built with another embedder.
+        :raises InvalidParamsError: if an argument is not what it has to be.
         """
-        folder = Path(path)
+        folder = _folder(path)
         index = cls(embedder, splitter=splitter, name=folder.name if name is None else name)
-        await run_in(index._threads, index._read, folder)
+        await index._workers.run(index._read, folder)
         return index
 
     def __len__(self) -> int:
@@ -172,25 +221,36 @@ class FaissIndex:
     ) -> int:
         """Embed and add chunks, or documents cut by the splitter. All or nothing.
 
+        All items are checked before any is embedded, and one error names all that are faulty, so
+        that they can be taken out of the list.
+
         :param progress: called with how many chunks are embedded, and of how many, as it goes.
         :returns: how many chunks were added.
-        :raises DuplicateChunkError: if an id is there already.
+        :raises DuplicateChunkError: if ids are there already, or twice among the items.
+        :raises EmbeddingError: if the embedder does not give one finite vector a text.
+        :raises EngineClosedError: in a process that was forked after the index was used.
         :raises IndexMismatchError: if the embedder's vectors have another length than before.
+        :raises InvalidParamsError: if it is no list of chunks or documents, or some of them have an
+            id or text that is no string, or that has a lone surrogate in it.
+        :raises QueueFullError: if `max_queued_calls` are under way.
         """
-        items = list(items)
-        chunks = await run_in(self._threads, self._cut, items)
-        addition = self._reserve(chunks)
-        try:
-            parts: list[Vectors] = []
-            for start in range(0, len(chunks), _BATCH):
-                batch = chunks[start : start + _BATCH]
-                parts.append(await self.embedder.embed([chunk.text for chunk in batch]))
-                if progress is not None:
-                    progress(start + len(batch), len(chunks))
-            if chunks:
-                await run_in(self._threads, self._append, addition, parts)
-        finally:
-            self._release(addition)
+        items = _listed(items)
+        self._process.check()
+        with self._places.taken():
+            chunks = await self._workers.run(self._cut, items)
+            addition = self._reserve(chunks)
+            try:
+                parts: list[Vectors] = []
+                for start in range(0, len(chunks), _BATCH):
+                    texts = [chunk.text for chunk in chunks[start : start + _BATCH]]
+                    vectors = await self.embedder.embed(texts)
+                    parts.append(check_vectors(vectors, len(texts), self.embedder.model_name))
+                    if progress is not None:
+                        progress(start + len(texts), len(chunks))
+                if chunks:
+                    await self._workers.run(self._append, addition, parts)
+            finally:
+                self._release(addition)
         return len(chunks)
 
     async def search(
@@ -200,11 +260,15 @@ class FaissIndex:
 
         :param filter: only chunks for which it returns True are found. It is called for every
             chunk of the index, in a worker thread.
-        :raises InvalidParamsError: if `top_k` is below 1.
+        :raises EmbeddingError: if the embedder does not give one finite vector a text.
+        :raises EngineClosedError: in a process that was forked after the index was used.
         :raises IndexMismatchError: if the query's vector has another length than the index's.
+        :raises InvalidParamsError: if `top_k` is below 1, or the query is neither a text nor a
+            vector of finite numbers.
+        :raises QueueFullError: if `max_queued_calls` are under way.
         """
         queries: Sequence[str] | Vectors
-        queries = [query] if isinstance(query, str) else np.asarray(query)[np.newaxis]
+        queries = [query] if isinstance(query, str) else _numbers("query", query, 1)[np.newaxis]
         return (await self.search_many(queries, top_k, filter=filter))[0]
 
     async def search_many(
@@ -216,42 +280,50 @@ class FaissIndex:
     ) -> list[list[ScoredChunk]]:
         """`search` for several texts, or the rows of an array, in one go.
 
-        :raises InvalidParamsError: if `top_k` is below 1.
-        :raises IndexMismatchError: if the queries' vectors have another length than the index's.
+        :raises: what `search` raises.
         """
-        if top_k < 1:
-            raise InvalidParamsError("top_k", top_k, "at least 1")
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
+            raise InvalidParamsError("top_k", top_k, "an integer of at least 1")
+        check_filter(filter)
         if isinstance(queries, np.ndarray):
-            vectors = queries
+            queries = _numbers("queries", queries, 2)
         else:
-            vectors = await self.embedder.embed(list(queries), kind="query")
-        if not len(vectors):
-            return []
-        return await run_in(self._threads, self._find, vectors, top_k, filter)
+            queries = _texts(queries)
+        self._process.check()
+        with self._places.taken():
+            if isinstance(queries, np.ndarray):
+                vectors = queries
+            else:
+                vectors = await self.embedder.embed(queries, kind="query")
+                vectors = check_vectors(vectors, len(queries), self.embedder.model_name)
+            if not len(vectors):
+                return []
+            return await self._workers.run(self._find, vectors, top_k, filter)
 
     async def retrieve(
         self, query: Query, *, top_k: int, filter: ChunkFilter | None = None
     ) -> list[ScoredChunk]:
         """`search`, as the `Retriever` protocol calls it.
 
-        :raises InvalidParamsError: if `top_k` is below 1.
-        :raises IndexMismatchError: if the query's vector has another length than the index's.
+        :raises: what `search` raises.
         """
         return await self.search(query, top_k, filter=filter)
 
     async def save(self, path: str | os.PathLike[str]) -> None:
         """Write the index into folder `path`; one that is there is replaced at once, or not.
 
-        The folder holds `meta.json`, the chunks as JSON lines, and FAISS's own file.
+        The folder holds `meta.json`, the chunks as JSON lines, and FAISS's own file. Saves into
+        one folder come one after the other, and the last one stays.
 
         :raises InvalidParamsError: if a chunk's metadata is not JSON.
         :raises OSError: if the folder cannot be written.
         """
-        await run_in(self._threads, self._write, Path(path))
+        await self._savers.run(self._write, _folder(path))
 
     # What follows runs in worker threads.
 
     def _cut(self, items: list[Chunk | Document]) -> list[Chunk]:
+        _check_items(items)
         chunks: list[Chunk] = []
         for item in items:
             if isinstance(item, Chunk):
@@ -264,12 +336,11 @@ class FaissIndex:
 
     def _reserve(self, chunks: list[Chunk]) -> _Addition:
         with self._lock:
-            new: set[str] = set()
-            for chunk in chunks:
-                if chunk.id in self._ids or chunk.id in new:
-                    raise DuplicateChunkError(chunk.id, self._name)
-                new.add(chunk.id)
-            self._ids |= new
+            new = Counter(chunk.id for chunk in chunks)
+            twice = [name for name, count in new.items() if count > 1 or name in self._ids]
+            if twice:
+                raise DuplicateChunkError(twice, self._name)
+            self._ids |= new.keys()
         return _Addition(chunks)
 
     def _release(self, addition: _Addition) -> None:
@@ -282,6 +353,11 @@ class FaissIndex:
     def _append(self, addition: _Addition, parts: list[Vectors]) -> None:
         import faiss
 
+        if len(dimensions := {part.shape[1] for part in parts}) > 1:
+            raise IndexMismatchError(
+                f"the embedder {self.embedder.model_name} gave vectors of dimensions "
+                f"{sorted(dimensions)}; use one embedder for one model"
+            )
         vectors = np.ascontiguousarray(np.concatenate(parts), dtype=np.float32)
         with self._lock:
             if not addition.open:
@@ -301,8 +377,6 @@ class FaissIndex:
         # Of this thread, which is the index's own: the cores are the engine's.
         faiss.omp_set_num_threads(1)
         vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-        if vectors.ndim != 2:
-            raise InvalidParamsError("query", vectors.shape, "one vector, or rows of vectors")
         with self._lock:
             if self._vectors is None:
                 return [[] for _ in vectors]
@@ -336,64 +410,19 @@ class FaissIndex:
             )
 
     def _write(self, folder: Path) -> None:
-        """Write new files beside the old ones; the new `meta.json` then names the new ones."""
+        write_index(folder, self.embedder.model_name, self._snapshot)
+
+    def _snapshot(self, vectors_file: Path) -> tuple[Sequence[Chunk], int | None]:
         import faiss
 
-        folder.mkdir(parents=True, exist_ok=True)
-        token = secrets.token_hex(8)
-        chunks_file = folder / f"chunks-{token}.jsonl"
-        vectors_file = folder / f"vectors-{token}.faiss"
-        meta_file = folder / f"meta-{token}.json"
-        try:
-            with self._lock:
-                chunks = list(self._chunks)
-                if self._vectors is not None:
-                    faiss.write_index(self._vectors, str(vectors_file))
-            with chunks_file.open("w", encoding="ascii") as stream:
-                stream.writelines(_to_json(chunk) + "\n" for chunk in chunks)
-            files = [chunks_file, vectors_file] if chunks else [chunks_file]
-            meta = {
-                "format": _FORMAT,
-                "embedder": self.embedder.model_name,
-                "dimension": self.dimension,
-                "count": len(chunks),
-                "files": {
-                    file.name.split("-")[0]: {"name": file.name, "blake2b": _digest(file)}
-                    for file in files
-                },
-            }
-            meta_file.write_text(json.dumps(meta, indent=1) + "\n", encoding="ascii")
-            for file in (*files, meta_file):
-                _to_disk(file)
-            meta_file.replace(folder / "meta.json")
-        except BaseException:
-            for file in (chunks_file, vectors_file, meta_file):
-                file.unlink(missing_ok=True)
-            raise
-        for pattern in ("chunks-*.jsonl", "vectors-*.faiss"):
-            for file in folder.glob(pattern):
-                if token not in file.name:
-                    file.unlink(missing_ok=True)
+        with self._lock:
+            if self._vectors is not None:
+                faiss.write_index(self._vectors, str(vectors_file))
+            return list(self._chunks), self.dimension
 
     def _read(self, folder: Path) -> None:
-        import faiss
-
-        meta_file = folder / "meta.json"
-        try:
-            meta = json.loads(meta_file.read_text(encoding="utf-8"))
-            version = meta["format"]
-            embedder, dimension, count = meta["embedder"], meta["dimension"], meta["count"]
-            files = {kind: (file["name"], file["blake2b"]) for kind, file in meta["files"].items()}
-            chunks_file = files["chunks"]
-        except FileNotFoundError as exc:
-            raise IndexLoadError(f"{folder} holds no index: there is no meta.json in it") from exc
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as exc:
-            raise IndexLoadError(f"{meta_file} is broken ({exc!r}); save the index anew") from exc
-        if version != _FORMAT:
-            raise IndexLoadError(
-                f"{folder} is an index of format {version!r} and this version reads {_FORMAT}; "
-                "build the index anew"
-            )
+        saved = read_meta(folder)
+        embedder, dimension = saved.embedder, saved.dimension
         if embedder != self.embedder.model_name:
             raise IndexMismatchError(
                 f"{folder} was built with the embedder {embedder!r} and is opened with "
@@ -406,26 +435,7 @@ class FaissIndex:
                 f"{folder} holds vectors of dimension {dimension} and the embedder "
                 f"{embedder!r} makes vectors of {self.embedder.dimension}; build the index anew"
             )
-        try:
-            for name, digest in files.values():
-                if Path(name).name != name or _digest(folder / name) != digest:
-                    raise IndexLoadError(
-                        f"{folder / name} is truncated or was changed after it was saved; save "
-                        "the index anew"
-                    )
-            with (folder / chunks_file[0]).open(encoding="ascii") as file:
-                chunks = [Chunk(**json.loads(line)) for line in file]
-            vectors = None
-            if "vectors" in files:
-                vectors = faiss.read_index(str(folder / files["vectors"][0]))
-        except (OSError, ValueError, TypeError, RuntimeError) as exc:
-            raise IndexLoadError(f"the index in {folder} cannot be read: {exc}") from exc
-        found = (0, None) if vectors is None else (vectors.ntotal, vectors.d)
-        if found != (count, dimension) or len(chunks) != count:
-            raise IndexLoadError(
-                f"the files in {folder} do not fit each other: {len(chunks)} chunks, "
-                f"{found[0]} vectors, and {count} of both are expected; save the index anew"
-            )
+        chunks, vectors = read_index(folder, saved)
         self._chunks, self._vectors = chunks, vectors
         self._ids = {chunk.id for chunk in chunks}
 
@@ -438,29 +448,90 @@ class _Addition:
     open: bool = True
 
 
-def _to_json(chunk: Chunk) -> str:
-    try:
-        return json.dumps(
-            {
-                "id": chunk.id,
-                "document_id": chunk.document_id,
-                "text": chunk.text,
-                "index": chunk.index,
-                "metadata": dict(chunk.metadata),
-            }
-        )
-    except (TypeError, ValueError) as exc:
+def _folder(path: object) -> Path:
+    if not isinstance(path, str | os.PathLike) or "\0" in os.fspath(path):
+        raise InvalidParamsError("path", path, "a folder's path")
+    return Path(path)
+
+
+def _listed(items: object) -> list[Any]:
+    """What is to be added, as a list; its items are not looked at."""
+    if isinstance(items, Chunk | Document):
+        name = type(items).__name__
+        raise InvalidParamsError("items", f"<{name}>", f"a list: write [{name.lower()}]")
+    allowed = 'a list of Document(id, text) or Chunk, like [Document("1", "text")]'
+    if isinstance(items, type):
+        raise InvalidParamsError("items", items, allowed)
+    if isinstance(items, str | bytes | Mapping) or not isinstance(items, Iterable):
+        raise InvalidParamsError("items", f"<{type(items).__name__}>", allowed)
+    return list(items)
+
+
+def _check_items(items: Sequence[object]) -> None:
+    """Check every item, and name all that cannot be added in one error.
+
+    :raises InvalidParamsError: if there are any.
+    """
+    faults = [
+        f"{_called(item, number)} {fault}"
+        for number, item in enumerate(items)
+        if (fault := _fault(item)) is not None
+    ]
+    if faults:
         raise InvalidParamsError(
-            "metadata", chunk.metadata, f"what JSON can hold (chunk {chunk.id!r}: {exc})"
-        ) from exc
+            "items",
+            f"<{len(items)} items>",
+            f"of these, nothing was added: {'; '.join(faults[:_NAMED])}"
+            f"{_more(len(faults) - _NAMED)}. Give each a string as its id and text; a lone "
+            'surrogate is replaced by text.encode("utf-8", "replace").decode()',
+        )
 
 
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+def _called(item: object, number: int) -> str:
+    name = getattr(item, "id", None)
+    return f"item {number}" if not isinstance(name, str) else f"{name[:100]!r} (item {number})"
 
 
-def _to_disk(file: Path) -> None:
-    """See to it that a crash after the rename does not leave an empty file behind it."""
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
+def _fault(item: object) -> str | None:
+    if not isinstance(item, Chunk | Document):
+        kind = item.__name__ if isinstance(item, type) else type(item).__name__
+        return f"is {'the class ' if isinstance(item, type) else 'of type '}{kind}"
+    fields = {"id": item.id, "text": item.text}
+    if isinstance(item, Chunk):
+        fields["document_id"] = item.document_id
+    for name, value in fields.items():
+        if not isinstance(value, str):
+            return f"has {name} of type {type(value).__name__}"
+        if (position := lone_surrogate(value)) is not None:
+            return f"has a lone surrogate in its {name}, character {position}"
+    if not isinstance(item.metadata, Mapping):
+        return f"has metadata of type {type(item.metadata).__name__}, not a mapping"
+    return None
+
+
+def _more(count: int) -> str:
+    return f" and {count} more" if count > 0 else ""
+
+
+def _texts(queries: object) -> list[str]:
+    if isinstance(queries, str | bytes) or not isinstance(queries, Sequence):
+        kind = type(queries).__name__
+        raise InvalidParamsError("queries", f"<{kind}>", "a list of texts, or rows of an array")
+    return list(queries)  # which the embedder checks
+
+
+def _numbers(parameter: str, value: object, ndim: int) -> Vectors:
+    allowed = (
+        "a text, or a vector of finite numbers"
+        if ndim == 1
+        else ("a list of texts, or an array of vectors of finite numbers")
+    )
+    try:
+        array: Vectors = np.asarray(value, dtype=np.float32)
+    except (TypeError, ValueError) as error:
+        raise InvalidParamsError(parameter, f"<{type(value).__name__}>", allowed) from error
+    if isinstance(value, bytes) or array.ndim != ndim:
+        raise InvalidParamsError(parameter, f"<array of shape {array.shape}>", allowed)
+    if not np.isfinite(array).all():
+        raise InvalidParamsError(parameter, "<infinity or NaN>", allowed)
+    return array

@@ -14,16 +14,16 @@ import threading
 import unicodedata
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, Generic, TypeVar
 
 import anyio
 
-from ragserve.engine import Engine, Stream, TokenizedPrompt, run_in
+from ragserve.engine import Engine, Stream, TokenizedPrompt
 
 from .tracing import AheadRecord, error_type
+from .workers import Workers
 
 __all__ = ["PrefillAhead", "Recent", "beginning", "beside", "normalized"]
 
@@ -109,19 +109,19 @@ class PrefillAhead:
 
     Nothing that goes wrong here reaches the answer.
 
-    :param executor: where guesses are made.
+    :param workers: make the guesses.
     :param under_way: what is being computed for others in the same namespaces, by key; shared by
         all answers of a pipeline, so that none computes what another one does already.
     """
 
     def __init__(
-        self, engine: Engine, namespace: str, executor: Executor, under_way: set[bytes]
+        self, engine: Engine, namespace: str, workers: Workers, under_way: set[bytes]
     ) -> None:
         self.error: str | None = None
         """What kind of error kept a guess from being computed, the last if there were several."""
         self._engine = engine
         self._namespace = namespace
-        self._executor = executor
+        self._workers = workers
         self._under_way = under_way
         self._attempts: list[_Attempt] = []
         self._running: _Attempt | None = None
@@ -131,7 +131,7 @@ class PrefillAhead:
     def guess(self, make: Callable[[], TokenizedPrompt | None]) -> None:
         """Compute this from now on, instead of what was guessed before.
 
-        :param make: the guess, or None for none; called in the executor.
+        :param make: the guess, or None for none; called by the workers.
         """
         self._make = make
         if self._guessed is not None:
@@ -150,7 +150,8 @@ class PrefillAhead:
                 # A full queue, an engine that closes, a template that fails: the answer will meet
                 # what concerns it by itself.
                 self.error = error_type(error)
-                logger.debug("nothing is computed ahead of an answer", exc_info=True)
+                # Not the error itself, whose message may quote what was asked.
+                logger.debug("nothing is computed ahead of an answer: %s", self.error)
 
     def stop(self) -> None:
         """End what runs. It is submitted when this returns, so that a request that is submitted
@@ -172,7 +173,7 @@ class PrefillAhead:
         ]
 
     async def _follow(self, make: Callable[[], TokenizedPrompt | None]) -> None:
-        prompt, key = await run_in(self._executor, self._look, make)
+        prompt, key = await self._workers.run(self._look, make)
         last = self._attempts[-1] if self._attempts else None
         if last is not None and last.key == key:
             return

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from functools import partial
 from types import TracebackType
@@ -21,19 +20,28 @@ from ragserve.engine import (
     Stream,
     TokenizedPrompt,
     Usage,
+    check_event_loop,
     current_event_loop,
-    run_in,
 )
 
 from .documents import Chunk
-from .embedding import Embedder
-from .index import ChunkFilter, Query, Retriever, ScoredChunk, StagedRetriever
+from .embedding import Embedder, check_embedder, check_vectors, lone_surrogate
+from .index import (
+    ChunkFilter,
+    Query,
+    Retriever,
+    ScoredChunk,
+    StagedRetriever,
+    check_filter,
+    check_retriever,
+)
 from .ordering import DocumentOrder, Popularity
 from .overlap import PrefillAhead, Recent, beginning, beside, normalized
 from .prompting import BuiltPrompt, PromptTemplate, SegmentTokens
 from .reuse import PromptReuse
 from .statistics import AnswerListener, PipelineRecorder, PipelineStatistics
 from .tracing import AnswerRecord, AnswerTracer, GenerationRecord, error_type
+from .workers import HomeProcess, Places, Workers
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -159,6 +167,10 @@ class Answer:
 class RagPipeline:
     """Answers questions from documents. One object serves every request of an application.
 
+    Questions, `top_k`, namespaces and what is retrieved are held to the engine's `config.limits`.
+    At most `max_num_seqs + max_queued_requests` answers, what the engine could take in, are being
+    prepared at a time; further ones are refused.
+
     :param engine: generates; stays the caller's to close.
     :param index: finds chunks: a `FaissIndex`, or any `Retriever`.
     :param embedder: embeds questions. Default: the index's own; if it has none, the index is
@@ -174,7 +186,7 @@ class RagPipeline:
     :param overlap: have the engine compute the system prompt, and the first document where it can
         be guessed, while the question is embedded and documents are found, whenever it has nothing
         else to do and they are not in the cache. Nothing waits for it.
-    :raises InvalidParamsError: if `top_k` is below 1.
+    :raises InvalidParamsError: if one of these is not what it has to be; says what is.
     """
 
     def __init__(
@@ -193,12 +205,22 @@ class RagPipeline:
         namespace: str = "",
         overlap: bool = True,
     ) -> None:
+        _check_engine(engine)
+        check_retriever(index)
         self.engine = engine
         self.index = index
-        self.embedder: Embedder | None = embedder or getattr(index, "embedder", None)
-        self.template = template or PromptTemplate()
-        self.top_k = _checked_top_k(top_k)
-        self.params = params or SamplingParams(temperature=0.0, max_tokens=512)
+        self.embedder: Embedder | None = (
+            getattr(index, "embedder", None) if embedder is None else embedder
+        )
+        if self.embedder is not None:
+            check_embedder(self.embedder)
+        if template is not None and not callable(getattr(template, "build", None)):
+            raise InvalidParamsError("template", template, "a PromptTemplate(...), or None")
+        self.template = PromptTemplate() if template is None else template
+        self.top_k = self._checked_top_k(top_k)
+        self.params = SamplingParams(temperature=0.0, max_tokens=512) if params is None else params
+        engine.check_options(self.params, priority=0, namespace=namespace)
+        engine.config.limits.check_name("name", name)
         self.name = name
         self.namespace = namespace
         self.overlap = overlap
@@ -206,11 +228,14 @@ class RagPipeline:
             tracer_provider, capture_content=capture_content, openinference=openinference
         )
         self._recorder = PipelineRecorder()
+        config = engine.config
+        self._places = Places("requests", config.max_num_seqs + config.max_queued_requests)
+        self._process = HomeProcess(f"the pipeline {name!r}")
         # Prompts are made here, off the event loop. The threads end when the pipeline is
         # collected.
-        self._threads = ThreadPoolExecutor(2, thread_name_prefix="ragserve-prompt")
+        self._workers = Workers(2, "ragserve-prompt", self._process)
         # And guesses here, so that no answer's prompt waits for them.
-        self._guess_threads = ThreadPoolExecutor(1, thread_name_prefix="ragserve-guess")
+        self._guessers = Workers(1, "ragserve-guess", self._process)
         self._tokens = SegmentTokens(engine.tokenizer)
         self._popularity = Popularity()
         self._seen: Recent[Chunk] = Recent(_MAX_CHUNKS)  # by id
@@ -240,18 +265,30 @@ class RagPipeline:
         :param priority: lower goes first in the engine's queue.
         :param trace_context: where in a trace it belongs. None is under the span that is current
             now; see `ragserve.tracing.request_context` for a request's.
-        :raises InvalidParamsError: if `question` is not text, or `top_k` is below 1.
+        :raises InvalidParamsError: if `question` is blank, too long or no text that can be encoded,
+            or another argument is not what it has to be, or beyond the engine's `config.limits`.
+
+        Reading it raises whatever a stage raises: what the embedder and the retriever raise, and
+
+        :raises EmbeddingError: if the embedder does not give one finite vector.
+        :raises EngineClosedError: if the engine is closed, or another process's.
+        :raises EngineDeadError: if the engine failed.
+        :raises EventLoopError: in another event loop than the first read's.
+        :raises PromptTooLongError: if the question leaves no room for an answer.
+        :raises QueueFullError: if too many answers are being prepared, or wait for the engine.
+        :raises QueueTimeoutError: if it was not started in time.
         """
-        if not isinstance(question, str):
-            raise InvalidParamsError("question", question, "a string")
+        self._check_question(question)
+        check_filter(filter)
         request = _Request(
             question=question,
-            top_k=self.top_k if top_k is None else _checked_top_k(top_k),
+            top_k=self.top_k if top_k is None else self._checked_top_k(top_k),
             filter=filter,
-            params=params or self.params,
+            params=self.params if params is None else params,
             priority=priority,
             namespace=self.namespace if namespace is None else namespace,
         )
+        self.engine.check_options(request.params, priority=priority, namespace=request.namespace)
         record = AnswerRecord(
             name=self.name,
             question=question,
@@ -274,7 +311,8 @@ class RagPipeline:
         namespace: str | None = None,
         trace_context: Context | None = None,
     ) -> Answer:
-        """Answer a question, and return when it is finished. Arguments as for `stream`."""
+        """Answer a question, and return when it is finished. Arguments and errors as for `stream`,
+        those of reading it included."""
         async with self.stream(
             question,
             top_k=top_k,
@@ -317,13 +355,16 @@ class RagPipeline:
         :param namespace: the tenant; None is the pipeline's.
         :param persist: write it to the engine's disk cache too, if it has one.
         :returns: how many tokens were computed.
-        :raises InvalidParamsError: if `top` is below 1, or the template cannot be used.
+        :raises InvalidParamsError: if `top` is below 1, `chunks` are no chunks, or the template
+            cannot be used.
         :raises PromptTooLongError: if a document does not fit.
+        :raises: what `Engine.warm` raises.
         """
+        self.engine.check_open()
         if top is not None and (isinstance(top, bool) or not isinstance(top, int) or top < 1):
             raise InvalidParamsError("top", top, "an integer of at least 1, or None")
-        namespace = self.namespace if namespace is None else namespace
-        wanted = {chunk.id: chunk for chunk in chunks or ()}
+        namespace = self._checked_namespace(namespace)
+        wanted = {chunk.id: chunk for chunk in _checked_chunks(chunks)}
         for chunk_id in () if top is None else self._popularity.top(namespace, top):
             known = self._seen.get(namespace, chunk_id)
             if known is not None:
@@ -332,7 +373,7 @@ class RagPipeline:
         prompts = [
             prompt
             for first in firsts
-            if (prompt := await run_in(self._guess_threads, self._begin, namespace, first))
+            if (prompt := await self._guessers.run(self._begin, namespace, first))
         ]
         return await self.engine.warm(prompts, namespace=namespace, persist=persist)
 
@@ -341,9 +382,11 @@ class RagPipeline:
 
         :param namespace: the tenant; None is the pipeline's.
         :raises InvalidParamsError: if the template has no system prompt, or cannot be used.
+        :raises: what `Engine.pin` raises.
         """
-        namespace = self.namespace if namespace is None else namespace
-        prompt = await run_in(self._guess_threads, self._begin, namespace, None)
+        self.engine.check_open()
+        namespace = self._checked_namespace(namespace)
+        prompt = await self._guessers.run(self._begin, namespace, None)
         if prompt is None:
             raise InvalidParamsError("system", self.template.system, "a system prompt, to pin one")
         return await self.engine.pin(prompt, namespace=namespace)
@@ -360,6 +403,40 @@ class RagPipeline:
         """Tell it no more. Idempotent."""
         self._recorder.listeners.remove(listener)
 
+    # -- what is asked for ----------------------------------------------------------------
+
+    def _check_question(self, question: object) -> None:
+        """Check a question before any work on it. Errors do not quote it: they may be logged."""
+        if not isinstance(question, str):
+            raise InvalidParamsError("question", f"<{type(question).__name__}>", "a string")
+        self.engine.config.limits.check_count("question", question, "max_prompt_characters")
+        if not question or question.isspace():
+            raise InvalidParamsError("question", "<blank>", "a question that is not blank")
+        if (position := lone_surrogate(question)) is not None:
+            raise InvalidParamsError(
+                "question",
+                f"<{len(question)} characters>",
+                f"a string without lone surrogates; character {position} is one: replace it, with "
+                'text.encode("utf-8", "replace").decode() say',
+            )
+
+    def _checked_top_k(self, top_k: object) -> int:
+        most = self.engine.config.limits.max_documents
+        if isinstance(top_k, bool) or not isinstance(top_k, int) or not 1 <= top_k <= most:
+            raise InvalidParamsError(
+                "top_k",
+                top_k,
+                f"an integer from 1 to {most}; for more, raise max_documents in "
+                "EngineConfig.limits",
+            )
+        return top_k
+
+    def _checked_namespace(self, namespace: str | None) -> str:
+        if namespace is None:
+            return self.namespace
+        self.engine.config.limits.check_name("namespace", namespace)
+        return namespace
+
     # -- prompts: called in threads -------------------------------------------------------
 
     def _build(self, request: _Request, found: Sequence[ScoredChunk]) -> BuiltPrompt:
@@ -372,6 +449,11 @@ class RagPipeline:
             namespace=request.namespace,
             probe=self.engine.probe(request.namespace),
         )
+
+    def _build_noted(self, request: _Request, found: Sequence[ScoredChunk]) -> BuiltPrompt:
+        prompt = self._build(request, found)
+        self._note(request, prompt)
+        return prompt
 
     def _max_prompt_tokens(self, params: SamplingParams) -> int | None:
         limit = self.engine.config.max_model_len
@@ -438,7 +520,7 @@ class AnswerStream:
 
     Use it as a context manager: leaving the block early ends the answer and frees what it
     holds. A plain `async for` works too; a stream that is dropped unfinished is ended when it
-    is collected. A read that is cancelled ends the answer.
+    is collected. A read that is cancelled ends the answer. All of it is read in one event loop.
 
     :ivar sources: what the answer is based on; empty before `Retrieved`.
     :ivar order: how the documents are ordered.
@@ -529,6 +611,8 @@ class AnswerStream:
             raise RuntimeError("another task is waiting for this answer's next event")
         self._reading = True
         try:
+            if self._record.started is not None:
+                check_event_loop(self._loop, f"the answer of {self._record.name}")
             return await self._next()
         except StopAsyncIteration:
             raise
@@ -540,8 +624,12 @@ class AnswerStream:
 
     async def aclose(self) -> None:
         """End the answer now, if it has not ended; a task that waits for an event stops."""
-        if self._scope is not None:
-            self._scope.cancel()
+        if (scope := self._scope) is not None:
+            # Of a task that may run in another event loop, whose scopes are its own.
+            if current_event_loop().key is self._loop.key:
+                scope.cancel()
+            else:
+                self._loop.post(scope.cancel)
         await self._end("cancelled")
 
     def __del__(self) -> None:
@@ -572,30 +660,23 @@ class AnswerStream:
 
     async def _prepare(self) -> Retrieved:
         """Every stage up to the engine's. Each ends with a stamp, where the next one begins."""
-        pipeline, request, record = self._pipeline, self._request, self._record
+        pipeline, record = self._pipeline, self._record
         self._loop = current_event_loop()
         record.started = time.monotonic_ns()
-        if pipeline.overlap and pipeline.engine.config.enable_prefix_caching:
-            self._ahead = ahead = PrefillAhead(
-                pipeline.engine, request.namespace, pipeline._guess_threads, pipeline._under_way
+        pipeline.engine.check_open()
+        # Until the engine has it in its own queue.
+        with pipeline._places.taken():
+            prompt = await self._find_with_ahead()
+            stream = pipeline.engine.stream(
+                prompt.tokenized,
+                self._request.params,
+                priority=self._request.priority,
+                namespace=self._request.namespace,
             )
-            ahead.guess(partial(pipeline._guess_by_question, request))
-            try:
-                prompt = await beside(self._find, ahead.run)
-            finally:
-                ahead.stop()  # before the answer's own request is submitted, which may need it
-        else:
-            prompt = await self._find()
-        stream = pipeline.engine.stream(
-            prompt.tokenized,
-            request.params,
-            priority=request.priority,
-            namespace=request.namespace,
-        )
-        record.built = time.monotonic_ns()
+            record.built = time.monotonic_ns()
 
-        self._stream = stream
-        await stream.__aenter__()
+            self._stream = stream
+            await stream.__aenter__()
         self.sources = tuple(
             Source(number, scored.chunk, scored.score, rank)
             for number, (scored, rank) in enumerate(zip(prompt.used, prompt.ranks, strict=True), 1)
@@ -603,23 +684,37 @@ class AnswerStream:
         self.order = prompt.order
         return Retrieved(self.sources, prompt.dropped, prompt.order)
 
+    async def _find_with_ahead(self) -> BuiltPrompt:
+        pipeline, request = self._pipeline, self._request
+        if not (pipeline.overlap and pipeline.engine.config.enable_prefix_caching):
+            return await self._find()
+        self._ahead = ahead = PrefillAhead(
+            pipeline.engine, request.namespace, pipeline._guessers, pipeline._under_way
+        )
+        ahead.guess(partial(pipeline._guess_by_question, request))
+        try:
+            return await beside(self._find, ahead.run)
+        finally:
+            ahead.stop()  # before the answer's own request is submitted, which may need it
+
     async def _find(self) -> BuiltPrompt:
         """Embed, retrieve, make the prompt."""
         pipeline, request, record = self._pipeline, self._request, self._record
         query: Query = request.question
         if pipeline.embedder is not None:
             vectors = await pipeline.embedder.embed([request.question], kind="query")
-            query = vectors[0]
+            query = check_vectors(vectors, 1, pipeline.embedder.model_name)[0]
             record.dimension = len(query)
             record.embedded = time.monotonic_ns()
         else:
             record.embedded = record.started
 
-        record.found = found = await self._retrieve(query)
+        found = await self._retrieve(query)
+        pipeline.engine.config.limits.check_count("documents", found, "max_documents")
+        record.found = found
         record.retrieved = time.monotonic_ns()
 
-        record.prompt = prompt = await run_in(pipeline._threads, pipeline._build, request, found)
-        pipeline._note(request, prompt)
+        record.prompt = prompt = await pipeline._workers.run(pipeline._build_noted, request, found)
         return prompt
 
     async def _retrieve(self, query: Query) -> Sequence[ScoredChunk]:
@@ -679,7 +774,23 @@ def _publish(
     return tracer.emit(record, parent)
 
 
-def _checked_top_k(top_k: int) -> int:
-    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 1:
-        raise InvalidParamsError("top_k", top_k, "an integer of at least 1")
-    return top_k
+def _check_engine(engine: object) -> None:
+    if isinstance(engine, Engine):
+        return
+    allowed = "an open Engine: `async with Engine.open(...) as engine`, or `await Engine.open(...)`"
+    if not isinstance(engine, type) and hasattr(type(engine), "__await__"):
+        allowed += "; this one is not open"
+    raise InvalidParamsError("engine", engine, allowed)
+
+
+def _checked_chunks(chunks: Iterable[Chunk] | None) -> list[Chunk]:
+    if chunks is None:
+        return []
+    allowed = "a list of Chunk, as those of Answer.sources"
+    if isinstance(chunks, str | Chunk) or not isinstance(chunks, Iterable):
+        raise InvalidParamsError("chunks", f"<{type(chunks).__name__}>", allowed)
+    listed = list(chunks)
+    for number, chunk in enumerate(listed):
+        if not isinstance(chunk, Chunk):
+            raise InvalidParamsError(f"chunks[{number}]", f"<{type(chunk).__name__}>", allowed)
+    return listed

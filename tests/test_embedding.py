@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from ragserve.embedding import EmbedderClosedError, EmbeddingError, SentenceTransformerEmbedder
-from ragserve.engine import InvalidParamsError, ModelLoadError
+from ragserve.engine import InvalidParamsError, ModelLoadError, QueueFullError
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -284,3 +284,63 @@ async def test_real_model(
     cat, kitten, rates = (vectors @ query[0]).tolist()
     assert cat > kitten > rates
     assert capfd.readouterr() == ("", "")  # no progress bars
+
+
+@pytest.mark.anyio
+async def test_calls_that_wait_are_bounded_and_leave_at_once_when_cancelled() -> None:
+    model = FakeModel()
+    async with (
+        SentenceTransformerEmbedder(model, max_queued_calls=4) as embedder,
+        anyio.create_task_group() as group,
+    ):
+        model.gate.clear()
+        group.start_soon(embedder.embed, ["first"])
+        await until(model.entered)
+        async with anyio.create_task_group() as others:
+            for text in ("a", "b", "c"):
+                others.start_soon(embedder.embed, [text])
+            await anyio.wait_all_tasks_blocked()
+            with pytest.raises(QueueFullError, match="max_queued_calls") as caught:
+                await embedder.embed(["d"])
+            assert (caught.value.queued, caught.value.limit) == (4, 4)
+            others.cancel_scope.cancel()
+        # The model is at work still, and what was cancelled is gone.
+        assert embedder._places.num_taken == len(embedder._jobs) == 1
+        model.gate.set()
+    assert model.batches == [["first"]]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "texts", [None, b"x", 5, ["one", None], ["one", b"x"], ["one", "secret\ud83d"]], ids=ascii
+)
+async def test_what_is_no_list_of_texts_is_refused_at_once(texts: Any) -> None:
+    model = FakeModel()
+    async with SentenceTransformerEmbedder(model) as embedder:
+        with pytest.raises(InvalidParamsError) as caught:
+            await embedder.embed(texts)
+    assert model.batches == []
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.anyio
+async def test_no_more_of_a_text_is_encoded_than_the_model_takes_in(
+    minilm: SentenceTransformerEmbedder,
+) -> None:
+    (short,) = await minilm.embed(["word " * 4000])
+    tokenizer, lengths = minilm._model.tokenizer, []
+    original = type(tokenizer).__call__
+
+    class Watched(type(tokenizer)):  # type: ignore[misc]
+        def __call__(self, texts: Any, *args: Any, **options: Any) -> Any:
+            lengths.extend(map(len, texts))
+            return original(self, texts, *args, **options)
+
+    tokenizer.__class__ = Watched
+    try:
+        (long,) = await minilm.embed(["word " * 400_000])
+    finally:
+        tokenizer.__class__ = Watched.__base__
+    assert lengths
+    assert max(lengths) <= 64 * minilm._model.max_seq_length
+    np.testing.assert_allclose(long, short, rtol=1e-5)

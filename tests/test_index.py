@@ -15,7 +15,8 @@ import pytest
 import trio
 
 from ragserve.documents import Chunk, Document, TokenSplitter
-from ragserve.engine import InvalidParamsError
+from ragserve.embedding import EmbeddingError
+from ragserve.engine import InvalidParamsError, QueueFullError
 from ragserve.index import (
     DuplicateChunkError,
     FaissIndex,
@@ -273,3 +274,164 @@ async def test_bad_parameters() -> None:
     index = FaissIndex(HashEmbedder())
     with pytest.raises(InvalidParamsError):
         await index.search("query", 0)
+    with pytest.raises(InvalidParamsError, match="max_queued_calls"):
+        FaissIndex(HashEmbedder(), max_queued_calls=0)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("items", "fix"),
+    [
+        ("x", r"\[Document\("),
+        (b"x", r"\[Document\("),
+        (Document, r"\[Document\("),
+        (None, r"\[Document\("),
+        ({"id": "text"}, r"\[Document\("),
+        (Document("a", "text"), r"write \[document\]"),
+        (Chunk("a", "d", "text"), r"write \[chunk\]"),
+        ([Document], "the class Document"),
+        (["x"], "item 0 is of type str"),
+        ([Document("a", None)], r"'a' \(item 0\) has text of type NoneType"),  # type: ignore[arg-type]
+        ([Document("a", b"x")], r"'a' \(item 0\) has text of type bytes"),  # type: ignore[arg-type]
+        ([Document(5, "x")], "item 0 has id of type int"),  # type: ignore[arg-type]
+        ([Document("a", "x", "m")], "metadata of type str"),  # type: ignore[arg-type]
+    ],
+)
+async def test_what_cannot_be_added_says_what_can(items: Any, fix: str) -> None:
+    index = FaissIndex(HashEmbedder())
+    with pytest.raises(InvalidParamsError, match=fix):
+        await index.add(items)
+    assert len(index) == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("splitter", [None, TokenSplitter(len, 50)], ids=["whole", "split"])
+async def test_one_error_names_all_that_cannot_be_added(splitter: TokenSplitter | None) -> None:
+    embedder = HashEmbedder()
+    index = FaissIndex(embedder, splitter=splitter)
+    documents = [Document(f"{i}.pdf", f"page {i}") for i in range(100)]
+    documents[17] = Document("17.pdf", "secret \ud83d words")
+    documents[40] = Document("40.pdf", 7)  # type: ignore[arg-type]
+    documents[99] = Document("\udc00", "text")
+    with pytest.raises(InvalidParamsError) as caught:
+        await index.add(documents)
+    message = str(caught.value)
+    assert "'17.pdf' (item 17) has a lone surrogate in its text, character 7" in message
+    assert "'40.pdf' (item 40) has text of type int" in message
+    assert "(item 99) has a lone surrogate in its id" in message
+    assert "nothing was added" in message
+    assert "secret" not in message
+    message.encode()  # it can be logged
+    assert len(index) == 0
+    assert embedder.kinds == []
+    good = [document for i, document in enumerate(documents) if i not in (17, 40, 99)]
+    assert await index.add(good) == 97
+
+
+@pytest.mark.anyio
+async def test_one_error_names_all_ids_that_are_twice() -> None:
+    index = FaissIndex(HashEmbedder())
+    await index.add(chunks(3))
+    with pytest.raises(DuplicateChunkError, match="'c0', 'c2', 'new'") as caught:
+        await index.add([Chunk(name, "d", name) for name in ("c0", "x", "c2", "new", "new")])
+    assert caught.value.chunk_ids == ("c0", "c2", "new")
+    assert len(index) == 3
+    with pytest.raises(DuplicateChunkError, match="and 80 more"):
+        await index.add([*chunks(100, "many"), *chunks(100, "many")])
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    "query", [None, b"x", 5, {}, [["x"]], [1.0, "x"], np.ones((2, 16)), [float("nan")] * 16]
+)
+async def test_what_cannot_be_looked_for_says_what_can(query: Any) -> None:
+    index = FaissIndex(HashEmbedder())
+    await index.add(chunks(3))
+    with pytest.raises(InvalidParamsError, match="a text, or a vector of finite numbers"):
+        await index.search(query)
+
+
+@pytest.mark.anyio
+async def test_arguments_of_a_search() -> None:
+    index = FaissIndex(HashEmbedder())
+    await index.add(chunks(3))
+    for top_k in (2.0, True, 0, -1, "4", None):
+        with pytest.raises(InvalidParamsError, match="top_k"):
+            await index.search("query", top_k)  # type: ignore[arg-type]
+    assert len(await index.search("query", 10**9)) == 3
+    for keep in ({"year": 2024}, "year", Chunk):
+        with pytest.raises(InvalidParamsError, match="a function of a chunk"):
+            await index.search("query", filter=keep)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParamsError, match="a list of texts"):
+        await index.search_many("query")
+    with pytest.raises(InvalidParamsError, match="finite"):
+        await index.search_many(np.full((2, 16), np.inf, np.float32))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("vectors", "says"),
+    [
+        ([[1.0]], r"shape \(1, 1\) for 2 texts"),
+        ([1.0, 2.0], r"shape \(2,\) for 2 texts"),
+        ([[], []], r"shape \(2, 0\) for 2 texts"),
+        ([[1.0, float("nan")], [1.0, 1.0]], "NaN in 1 of 2 vectors of dimension 2"),
+        ([[1.0, float("inf")], [1.0, 1.0]], "infinity or NaN in 1 of 2"),
+        ([["x"], ["y"]], "gave list for 2 texts"),
+        (None, "for 2 texts"),
+    ],
+)
+async def test_an_embedder_that_gives_no_vectors(vectors: Any, says: str) -> None:
+    class Broken(HashEmbedder):
+        async def embed(self, texts: Sequence[str], *, kind: str = "document") -> Any:
+            return vectors
+
+    index = FaissIndex(Broken())
+    with pytest.raises(EmbeddingError, match=says):
+        await index.add(chunks(2))
+    assert len(index) == 0
+    with pytest.raises(EmbeddingError, match=says):
+        await index.search_many(["one", "two"])
+
+
+@pytest.mark.anyio
+async def test_an_index_is_made_of_an_embedder(tmp_path: Path) -> None:
+    async def made() -> HashEmbedder:
+        return HashEmbedder()
+
+    forgotten = made()
+    for embedder, fix in (
+        (forgotten, "await"),
+        (HashEmbedder, "not the class"),
+        (None, "SentenceTransformerEmbedder"),
+        ("all-MiniLM-L6-v2", "SentenceTransformerEmbedder"),
+    ):
+        with pytest.raises(InvalidParamsError, match=fix):
+            FaissIndex(embedder)  # type: ignore[arg-type]
+    forgotten.close()
+    for path in (None, 5, "a\0b"):
+        with pytest.raises(InvalidParamsError, match="path"):
+            await FaissIndex.open(path, embedder=HashEmbedder())  # type: ignore[arg-type]
+    with pytest.raises(InvalidParamsError, match="TokenSplitter"):
+        FaissIndex(HashEmbedder(), splitter="gpt2")  # type: ignore[arg-type]
+    with pytest.raises(InvalidParamsError, match=r"AutoTokenizer\.from_pretrained"):
+        TokenSplitter("gpt2")  # type: ignore[arg-type]
+
+
+@pytest.mark.anyio
+async def test_searches_that_wait_are_bounded_and_leave_when_cancelled() -> None:
+    class Stuck(HashEmbedder):
+        async def embed(self, texts: Sequence[str], *, kind: str = "document") -> Any:
+            await anyio.sleep_forever()
+
+    index = FaissIndex(Stuck(), max_queued_calls=3)
+    async with anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(index.search, "query")
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(QueueFullError, match="max_queued_calls") as caught:
+            await index.search("query")
+        assert (caught.value.queued, caught.value.limit) == (3, 3)
+        group.cancel_scope.cancel()
+    index.embedder = HashEmbedder()
+    assert await index.search("query") == []

@@ -21,9 +21,18 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 
 from ragserve.documents import Chunk
-from ragserve.engine import Delta, Engine, EngineDeadError, QueueFullError, SamplingParams
-from ragserve.index import FaissIndex
+from ragserve.engine import (
+    Delta,
+    Engine,
+    EngineDeadError,
+    InvalidParamsError,
+    PromptTooLongError,
+    QueueFullError,
+    SamplingParams,
+)
+from ragserve.index import FaissIndex, ScoredChunk
 from ragserve.pipeline import RagPipeline
+from ragserve.prompting import PromptTemplate
 from ragserve.testing import ScriptedModel
 
 REPLY = "The answer."
@@ -554,3 +563,43 @@ async def test_without_opentelemetry(monkeypatch: pytest.MonkeyPatch) -> None:
         answer = await rag.answer("secret question?")
     assert answer.text == REPLY
     assert answer.trace_id is None
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("capture", [False, True])
+async def test_errors_on_spans_quote_nothing(spans: Spans, capture: bool) -> None:
+    """Whatever stage fails, and whatever its error says."""
+    fail = ValueError("secret question about a secret document")
+
+    class Broken:
+        name = "kb"
+
+        async def retrieve(self, query: Any, *, top_k: int, filter: Any = None) -> Any:
+            raise fail
+
+    options: dict[str, Any] = {"tracer_provider": spans.provider, "capture_content": capture}
+    async with pipeline(embedder=Ones(fail), **options) as rag:
+        with pytest.raises(ValueError, match="secret"):
+            await rag.answer("secret?")
+        with pytest.raises(ValueError, match="secret"):
+            await RagPipeline(engine=rag.engine, index=Broken(), **options).answer("secret?")
+        build = PromptTemplate(document_format="{metadata[missing]} {text}")
+        missing = RagPipeline(engine=rag.engine, index=Texts(), template=build, **options)
+        with pytest.raises(InvalidParamsError):
+            await missing.answer("secret?")
+        with pytest.raises(PromptTooLongError):
+            await RagPipeline(engine=rag.engine, index=Texts(), **options).answer("secret " * 2000)
+    failed = [span for span in spans.all() if span.status.status_code is StatusCode.ERROR]
+    assert len({attributes(span)["error.type"] for span in failed}) == 3
+    for span in spans.all():
+        assert "secret" not in str(span.status.description)
+        assert span.events == ()
+        if not capture:
+            assert "secret" not in span.to_json()
+
+
+class Texts:
+    name = "texts"
+
+    async def retrieve(self, query: Any, *, top_k: int, filter: Any = None) -> Any:
+        return [ScoredChunk(Chunk("c", "d", "secret document"), 1.0)]
