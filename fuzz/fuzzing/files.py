@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -307,6 +308,7 @@ class TokenizerTarget(_Folder):
     def _prepare(self) -> None:
         _save_tokenizer(self._folder)
         (self._folder / "config.json").write_text(json.dumps(CONFIG))
+        _import_all(self._folder)
 
     def _feed(self, data: bytes) -> str:
         from ragserve.engine import Tokenizer
@@ -314,6 +316,18 @@ class TokenizerTarget(_Folder):
         (self._folder / self._file).write_bytes(data)
         tokenizer = Tokenizer.load(self._folder, num_clones=1)
         return _use(tokenizer)
+
+
+def _import_all(folder: Path) -> None:
+    """What the library imports for files that it does not understand, which takes seconds."""
+    from ragserve.engine import Tokenizer
+
+    for text in ("127", '{"tokenizer_class": "GPT2Tokenizer"}', '{"added_tokens_decoder": false}'):
+        (folder / "tokenizer_config.json").write_text(text)
+        with contextlib.suppress(Exception):
+            Tokenizer.load(folder, num_clones=1)
+    (folder / "tokenizer_config.json").unlink()
+    _save_tokenizer(folder)
 
 
 def _use(tokenizer: Any) -> str:
@@ -350,6 +364,7 @@ class TemplateTarget(_Folder):
     def _prepare(self) -> None:
         _save_tokenizer(self._folder)
         (self._folder / "config.json").write_text(json.dumps(CONFIG))
+        _import_all(self._folder)
 
     def _feed(self, data: bytes) -> str:
         from ragserve.engine import Tokenizer

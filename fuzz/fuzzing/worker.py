@@ -77,7 +77,10 @@ class Judge:
         before = _peak_memory(reset=True)
         try:
             outcome = self.target.run(data)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        # A panic of Rust's is no Exception, and passes whatever catches those.
+        except BaseException as error:
             name = signature(error)
             self.outcomes[f"FAULT {name}"] += 1
             return name, "".join(traceback.format_exception(error))
@@ -211,7 +214,7 @@ def _guided(worker: _Worker, corpus: list[bytes], folder: Path, seconds: float, 
         rng.seed(number)
         return bytes(worker.target.mutate(rng, bytes(data))[:max_size])
 
-    options = ["-timeout=0", "-rss_limit_mb=0", "-handle_segv=0", "-handle_abrt=0",
+    options = ["-timeout=100000", "-rss_limit_mb=0", "-handle_segv=0", "-handle_abrt=0",
                "-handle_bus=0", "-handle_fpe=0", "-handle_ill=0", "-verbosity=0", "-len_control=0",
                f"-max_len={MAX_BYTES}", f"-seed={seed % 2**31 or 1}", "-detect_leaks=0",
                "-print_final_stats=0", f"-artifact_prefix={folder}/"]  # fmt: skip
