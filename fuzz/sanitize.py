@@ -24,7 +24,15 @@ BUILD = ROOT / "build" / "sanitize"
 SOURCE = ROOT / "kernels" / "cpu" / "native.c"
 TESTS = [ROOT / "tests" / "test_native.py", FUZZ / "test_kernel_edges.py"]
 # As pyproject.toml builds it, at a level where the sanitizers still name lines.
-FLAGS = ["-shared", "-fPIC", "-O1", "-g", "-fno-omit-frame-pointer", "-ffp-contract=off", "-Wno-psabi"]
+FLAGS = [
+    "-shared",
+    "-fPIC",
+    "-O1",
+    "-g",
+    "-fno-omit-frame-pointer",
+    "-ffp-contract=off",
+    "-Wno-psabi",
+]
 
 
 @dataclass(frozen=True)
@@ -106,7 +114,8 @@ def run(sanitizer: Sanitizer, library: Path, preload: list[str], arguments: list
         "PYTHONMALLOC": "malloc",
     }
     command = [sys.executable, "-P", "-m", "pytest", "-p", "native_sanitizer",
-               "-p", "no:cacheprovider", "-o", "timeout=1200", *map(str, TESTS), *arguments]  # fmt: skip
+               "-p", "no:cacheprovider", "-o", "timeout=1200",
+               *map(str, TESTS), *arguments]  # fmt: skip
     if (setarch := shutil.which("setarch")) is not None:
         # The thread sanitizer wants memory where a randomised layout may put something else.
         command = [setarch, "-R", *command]

@@ -89,7 +89,9 @@ class _Shift:
         waited = time.time() - began
         used = self._processor_seconds() - self._since[1]
         # On a busy machine time passes that is not the input's.
-        if waited > SECONDS_LIMIT and (used > SECONDS_LIMIT / 2 or waited > _PATIENCE * SECONDS_LIMIT):
+        if waited > SECONDS_LIMIT and (
+            used > SECONDS_LIMIT / 2 or waited > _PATIENCE * SECONDS_LIMIT
+        ):
             self._process.send_signal(signal.SIGUSR1)  # writes where it stands
             time.sleep(0.5)
             self._keep(f"no end within {SECONDS_LIMIT:.0f} s")
@@ -102,7 +104,7 @@ class _Shift:
         """Add up what it has done; whether it ended as it should."""
         code = self._process.wait()
         self._output.close()
-        began, data = current_input(self._folder)
+        began, _ = current_input(self._folder)
         fine = code == 0
         if not fine and began and code != -signal.SIGKILL:
             how = signal.Signals(-code).name if code < 0 else f"exit status {code}"
@@ -153,9 +155,7 @@ def campaign(
                 name = waiting.pop(0)
                 number += 1
                 folder = scratch / f"{name}-{number}"
-                running.append(
-                    _Shift(name, folder, failures, left[name], seed + number, guided)
-                )
+                running.append(_Shift(name, folder, failures, left[name], seed + number, guided))
             time.sleep(0.2)
             for shift in [shift for shift in running if shift.over()]:
                 running.remove(shift)
@@ -182,9 +182,7 @@ def report(results: dict[str, Result], failures: Path, seed: int) -> int:
         common = ", ".join(f"{what} {n}" for what, n in result.outcomes.most_common(6))
         print(f"{name:<20}{result.inputs:>9}{rate:>8.0f}  {common}")
     inputs = sum(result.inputs for result in results.values())
-    faults = [
-        path for name in results for path in sorted((failures / name).glob("*.txt"))
-    ]
+    faults = [path for name in results for path in sorted((failures / name).glob("*.txt"))]
     print(f"{inputs} inputs, seed {seed}, {len(faults)} faults")
     for text in faults:
         first = text.read_text("utf-8", "replace").splitlines()[0]

@@ -12,7 +12,7 @@ import shutil
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from .mutation import mutate_bytes, mutate_json_text, mutate_text
 from .target import Violation
@@ -228,7 +228,9 @@ class WeightsTarget(_Folder):
 
             return [save(_tensors()), save({"a": _tensors()["model.norm.weight"]})]
         names = list(_tensors())
-        shards = {name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)}
+        shards = {
+            name: f"model-0000{1 + i % 2}-of-00002.safetensors" for i, name in enumerate(names)
+        }
         return [json.dumps({"metadata": {"total_size": 1}, "weight_map": shards}).encode()]
 
     def mutate(self, rng: random.Random, data: bytes) -> bytes:
@@ -635,7 +637,7 @@ class BlockTarget(_Folder):
     name = "disk-tier"
     modules = ("ragserve.engine.disk_tier", "ragserve.engine.block_file")
     _KEY = bytes(range(32))
-    _IDENTITY = {"format": "1", "weights": "ab" * 32}
+    _IDENTITY: ClassVar = {"format": "1", "weights": "ab" * 32}
 
     def seeds(self) -> list[bytes]:
         """See `Target.seeds`."""

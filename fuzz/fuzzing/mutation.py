@@ -189,7 +189,8 @@ LINES = (
 )  # fmt: skip
 PATHS = (
     b"/v1/chat/completions", b"/v1/completions", b"/v1/models", b"/v1/models/scripted",
-    b"/v1/models/%00", b"/v1/models/%ff%fe", b"/v1/models/a/b/../../c", b"/v1/models/" + b"m" * 2000,
+    b"/v1/models/%00", b"/v1/models/%ff%fe", b"/v1/models/a/b/../../c",
+    b"/v1/models/" + b"m" * 2000,
     b"/v1/models/%F0%9F%99%82", b"/health", b"/metrics", b"/metrics?name[]=x&%ff=%ff", b"/", b"*",
     b"//", b"/v1/chat/completions/", b"/keyed/v1/models", b"/keyed/v1/chat/completions",
     b"/keyed/v1/completions", b"/keyed/metrics", b"http://x/v1/models", b"/v1/completions?stream=1",

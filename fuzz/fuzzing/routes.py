@@ -173,9 +173,9 @@ class _Socket(asyncio.Transport):
 class RoutesTarget:
     """Every route, of an application without keys and, under /keyed, of one with them.
 
-    Allowed: an answer of 2xx, 3xx (a slash too many), 4xx or 503, or none if the client left. After it the engine has
-    nothing left to do and all blocks back; now and then, its pool is checked as a whole, and a
-    good request must be answered.
+    Allowed: an answer of 2xx, 3xx (a slash too many), 4xx or 503, or none if the client left. After
+    it the engine has nothing left to do and all blocks back; now and then, its pool is checked as a
+    whole, and a good request must be answered.
 
     :param kind: uvicorn's parser, "h11" or "httptools".
     """
@@ -251,9 +251,7 @@ class RoutesTarget:
         keyed = openai_app(
             engines, pipelines, api_keys=[ApiKey(key="key-1", name="one")], protect_metrics=True
         )
-        app = Starlette(
-            routes=[Mount("/keyed", keyed), Mount("/", openai_app(engines, pipelines))]
-        )
+        app = Starlette(routes=[Mount("/keyed", keyed), Mount("/", openai_app(engines, pipelines))])
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:
             async def noted(message: Any) -> None:
@@ -275,7 +273,12 @@ class RoutesTarget:
                 raise
 
         self._config = Config(
-            watched, http=self._kind, ws="none", lifespan="off", log_config=None, proxy_headers=False
+            watched,
+            http=self._kind,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            proxy_headers=False,
         )  # type: ignore[arg-type]
         self._config.load()
         self._state = ServerState()

@@ -20,7 +20,10 @@ _MAKERS: dict[str, tuple[int, Callable[[Path], Target]]] = {
     "config": (1, lambda scratch: files.ConfigTarget(scratch, "config.json")),
     "generation-config": (1, lambda scratch: files.ConfigTarget(scratch, "generation_config.json")),
     "tokenizer": (1, lambda scratch: files.TokenizerTarget(scratch, "tokenizer.json")),
-    "tokenizer-config": (1, lambda scratch: files.TokenizerTarget(scratch, "tokenizer_config.json")),
+    "tokenizer-config": (
+        1,
+        lambda scratch: files.TokenizerTarget(scratch, "tokenizer_config.json"),
+    ),
     "chat-template": (1, files.TemplateTarget),
     "index": (1, files.IndexTarget),
     "disk-tier": (1, files.BlockTarget),

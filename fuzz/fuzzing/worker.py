@@ -164,7 +164,9 @@ class _Worker:
         self.target.close()
 
 
-def work(name: str, folder: Path, failures: Path, seconds: float, seed: int, *, guided: bool) -> None:
+def work(
+    name: str, folder: Path, failures: Path, seconds: float, seed: int, *, guided: bool
+) -> None:
     """Feed a target for some time.
 
     :param folder: the worker's own; what it does can be read there.
@@ -252,4 +254,3 @@ def logging_off() -> None:
 
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
-
