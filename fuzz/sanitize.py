@@ -110,7 +110,7 @@ def run(sanitizer: Sanitizer, library: Path, preload: list[str], arguments: list
     environment |= {
         "LD_PRELOAD": ":".join(preload),
         "RAGSERVE_NATIVE_LIBRARY": str(library),
-        "PYTHONPATH": str(FUZZ),
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(FUZZ), os.environ.get("PYTHONPATH")))),
         "PYTHONMALLOC": "malloc",
     }
     command = [sys.executable, "-P", "-m", "pytest", "-p", "native_sanitizer",
@@ -135,7 +135,6 @@ def main() -> int:
     if shutil.which(given.cc) is None:
         print(f"missing: the compiler {given.cc}; install gcc, or name another one with --cc")
         return 2
-    sys.path.insert(0, str(FUZZ))
     levels = levels_here()
     reports = BUILD / "reports"
     shutil.rmtree(reports, ignore_errors=True)

@@ -248,9 +248,7 @@ class RoutesTarget:
             top_k=1,
         )
         engines, pipelines = {"scripted": self._engine}, {"docs": rag}
-        keyed = openai_app(
-            engines, pipelines, api_keys=[ApiKey(key="key-1", name="one")], protect_metrics=True
-        )
+        keyed = openai_app(engines, pipelines, api_keys=[ApiKey(key="key-1", name="one")])
         app = Starlette(routes=[Mount("/keyed", keyed), Mount("/", openai_app(engines, pipelines))])
 
         async def watched(scope: Any, receive: Any, send: Any) -> None:
