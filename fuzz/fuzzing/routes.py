@@ -19,6 +19,7 @@ __all__ = ["RoutesTarget"]
 
 PATIENCE = 0.3
 """Seconds after which the client leaves, answered or not: so cancelling is tried, too."""
+LOGGERS = ("uvicorn", "uvicorn.error", "uvicorn.access", "ragserve", "ragserve.web")
 GOOD = {"model": "scripted", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
 
 SAMPLING: tuple[tuple[str, Sequence[Any]], ...] = (
@@ -170,6 +171,16 @@ class _Socket(asyncio.Transport):
             self._protocol.connection_lost(error)
 
 
+class _Logged(logging.Handler):
+    """Keeps what the application logged as the cause of an answer of 500."""
+
+    error: BaseException | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            self.error = record.exc_info[1]
+
+
 class RoutesTarget:
     """Every route, of an application without keys and, under /keyed, of one with them.
 
@@ -216,7 +227,11 @@ class RoutesTarget:
         if self._open:
             self._loop.run_until_complete(self._engine.aclose())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
+            asyncio.set_event_loop(None)
             self._loop.close()
+            for name in LOGGERS:
+                logging.getLogger(name).removeHandler(self._logged)
+                logging.getLogger(name).propagate = True
             self._open = False
 
     def _start(self) -> None:
@@ -229,8 +244,9 @@ class RoutesTarget:
         from ragserve.testing import ScriptedModel
         from ragserve.web import ApiKey, openai_app
 
-        for name in ("uvicorn", "uvicorn.error", "uvicorn.access", "ragserve", "ragserve.web"):
-            logging.getLogger(name).addHandler(logging.NullHandler())
+        self._logged = _Logged()
+        for name in LOGGERS:
+            logging.getLogger(name).addHandler(self._logged)
             logging.getLogger(name).propagate = False
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
@@ -292,15 +308,18 @@ class RoutesTarget:
     async def _feed(self, data: bytes) -> str:
         self._statuses.clear()
         self._raised.clear()
+        self._logged.error = None
         outcome, written = await self._connection(data)
         error = self._raised[0] if self._raised else None
         if error is not None:
             raise Violation("the application raised") from error
         bad = [status for status in self._statuses if not self._allowed(status)]
         if bad:
-            raise Violation(f"status {bad[0]}") from _reason(written)
+            raise Violation(f"status {bad[0]}") from (self._logged.error or _reason(written))
         if b'"internal error"' in written:
-            raise Violation("an internal error in a stream") from _reason(written)
+            raise Violation("an internal error in a stream") from (
+                self._logged.error or _reason(written)
+            )
         await self._idle()
         self._count += 1
         if self._count % 16 == 0:

@@ -252,5 +252,5 @@ def logging_off() -> None:
     import logging
     import warnings
 
-    logging.disable(logging.CRITICAL)
+    logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
