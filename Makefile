@@ -12,9 +12,11 @@ PYTEST_ARGS ?=
 # Tests run on all cores; `PYTEST_ARGS="-n 0"` runs them in one process, as a debugger wants it.
 PYTEST := $(PY) -m pytest -n auto --dist worksteal
 WEB_ARGS ?=
+MINUTES ?= 10
+FUZZ_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo web test lint format typecheck wheel venv clean
+.PHONY: help demo web test lint format typecheck wheel fuzz sanitize venv clean
 
 help:
 	@echo "make demo     answer questions about Python from its own documentation"
@@ -22,6 +24,8 @@ help:
 	@echo "make test     lint, type-check the wheel, run the tests (PYTEST_ARGS=...)"
 	@echo "make lint     ruff: rules and formatting"
 	@echo "make format   ruff: fix what can be fixed, format"
+	@echo "make fuzz     inputs that nobody meant, for MINUTES=10 (FUZZ_ARGS=...)"
+	@echo "make sanitize the C kernels under gcc's sanitizers"
 	@echo "make venv     set up .venv (PYTHON=python3.12 chooses the interpreter)"
 	@echo "make clean    remove what was built, but not .venv"
 
@@ -58,6 +62,14 @@ wheel: $(INSTALLED)
 		echo "the wheel holds files outside ragserve/ (above)" >&2; exit 1; \
 	fi
 	$(PIP) install --no-deps --target $(WHEEL_CHECK) dist/*.whl
+
+# atheris, which guides by coverage, has wheels for Linux alone; without it inputs are not guided.
+fuzz: $(INSTALLED)
+	-@$(PIP) install --quiet --only-binary :all: atheris==3.0.0
+	$(PY) fuzz run --minutes $(MINUTES) $(FUZZ_ARGS)
+
+sanitize: $(INSTALLED)
+	$(PY) fuzz/sanitize.py
 
 venv: $(INSTALLED)
 
