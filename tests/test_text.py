@@ -715,8 +715,20 @@ def test_at_least_one_clone() -> None:
         Tokenizer.from_fast(_wrap(BACKENDS["byte_level"]), 0)
 
 
-def test_tokenizer_must_fit_the_model() -> None:
-    BYTE_LEVEL.check_model(BYTE_LEVEL.vocab_size)
-    BYTE_LEVEL.check_model(BYTE_LEVEL.vocab_size + 100)
-    with pytest.raises(ModelLoadError, match="doesn't match the model"):
-        BYTE_LEVEL.check_model(BYTE_LEVEL.vocab_size - 1)
+def test_ids_that_the_model_lacks_are_refused_when_they_are_used() -> None:
+    tokenizer = _with_bos("byte_level")
+    tool = tokenizer.vocab_size - 1
+    tokenizer.check_model(tokenizer.vocab_size)
+    assert tokenizer.tokenize("a<|tool|>").token_ids[-1] == tool
+    tokenizer.check_model(tokenizer.vocab_size - 1)
+    assert tokenizer.tokenize("a").token_ids[0] == BOS
+    assert tokenizer.bad_word_ids(["a<|tool|>", "a"]) == tokenizer.bad_word_ids(["a"])
+    prompts = (
+        "a<|tool|>",
+        [tool],
+        Prompt((Segment("a"), Segment("<|tool|>"))),
+        TokenizedPrompt.of([tool]),
+    )
+    for prompt in prompts:
+        with pytest.raises(InvalidParamsError, match=f"0 to {tool - 1}"):
+            tokenizer.tokenize(prompt)
