@@ -314,15 +314,6 @@ class _Foreign(str):
     def __float__(self) -> float:
         return float(self._raw)
 
-    def format(self, *args: object, **kwargs: object) -> str:
-        raise TypeError("the text of a message is no format string")
-
-    def format_map(self, mapping: object) -> str:
-        raise TypeError("the text of a message is no format string")
-
-    def __mod__(self, value: object) -> str:
-        raise TypeError("the text of a message is no format string")
-
 
 def _raw(value: object) -> object:
     return value._raw if isinstance(value, _Foreign) else value
@@ -345,7 +336,8 @@ def _method(name: str) -> Callable[..., Any]:
 
 
 for _name in dir(str):
-    # `join` joins what is written out, which keeps the others' strings apart from the template's.
+    # `join` and `format` work on what is written out: that keeps the others' strings apart from the
+    # template's, and a message from being a format string.
     if not _name.startswith("_") and _name not in ("join", "maketrans", "format", "format_map"):
         setattr(_Foreign, _name, _method(_name))
 

@@ -356,7 +356,7 @@ class PromptTemplate:
                 f"placeholders that chunk {chunk.id!r} can fill ({exc!r}); metadata it has: "
                 f"{sorted(chunk.metadata)}",
             ) from exc
-        return check_text(f"chunk {chunk.id!r}", made)
+        return check_text(f"chunk {chunk.id!r} of document {chunk.document_id!r}", made)
 
     def _layout(self, tokenizer: PromptTokenizer) -> _Layout:
         """What stands around documents and question."""

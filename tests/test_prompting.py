@@ -163,9 +163,9 @@ def test_control_tokens_in_the_system_prompt_are_plain_text(chat_template: str |
     [
         ("question", lambda bad: TEMPLATE.build(bad, [], BYTES)),
         ("system", lambda bad: PromptTemplate(system=bad).build("q", [], BYTES)),
-        ("chunk 'c1'", lambda bad: TEMPLATE.build("q", found("x", bad), BYTES)),
+        ("chunk 'c1' of document 'd'", lambda bad: TEMPLATE.build("q", found("x", bad), BYTES)),
         (
-            "chunk 'c0'",
+            "chunk 'c0' of document 'd'",
             lambda bad: PromptTemplate(document_format="{metadata[title]}{text}").build(
                 "q", found("x", title=bad), BYTES
             ),
