@@ -51,6 +51,8 @@ _FILES = (
     "vocab.txt",
 )
 
+_MAX_GAPS = 100_000
+"""Most numbers below the greatest id that have no token, beyond one for each token."""
 _HOLE = "\U0010fffd"
 """Stands for a text of others where only what is around it is of interest: a private character."""
 
@@ -104,6 +106,7 @@ class Tokenizer:
                 "supported; save the model with a tokenizer.json"
             )
         self._hf = tokenizer
+        _check_ids_are_dense(tokenizer.backend_tokenizer)
         definition = tokenizer.backend_tokenizer.to_str()
         # Look-ups only read, so they needn't wait until a clone is free.
         self._lookup = _clone(definition)
@@ -343,7 +346,10 @@ class Tokenizer:
         :param stop: non-empty strings; the text ends at the first that is complete.
         :param include_stop_str_in_output: end the text after the stop string, not before it.
         :param min_tokens: look for stop strings only in the text after so many tokens.
+        :raises InvalidParamsError: if a stop string is no string of Unicode characters.
         """
+        for index, string in enumerate(stop):
+            check_text(f"stop[{index}]", string)
         return Detokenizer(
             self._pieces[skip_special_tokens],
             prompt_token_ids,
@@ -559,6 +565,20 @@ class Tokenizer:
 # characters, which some vocabularies add too, say nothing to a model but what they are.
 _BRACKETED = re.compile(r"(?s)[^\w\s].*\w.*[^\w\s]")
 _WORD = re.compile(r"^\s*[\w-]+\s*$")
+
+
+def _check_ids_are_dense(backend: Backend) -> None:
+    """Refuse a vocabulary with an id far beyond their number: copying it fills all gaps.
+
+    :raises ModelLoadError: if it has one.
+    """
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    greatest = max(vocabulary.values(), default=0)
+    if greatest > 2 * len(vocabulary) + _MAX_GAPS:
+        raise ModelLoadError(
+            f"the tokenizer has {len(vocabulary)} tokens and one with id {greatest}; ids may leave "
+            f"out at most {_MAX_GAPS} numbers: correct the file"
+        )
 
 
 def _clone(definition: str, as_text: Sequence[AddedToken] = ()) -> Backend:

@@ -30,6 +30,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from ragserve.engine import Tokenizer as OwnTokenizer
 from ragserve.engine.errors import ModelLoadError, UnsupportedModelError
 from ragserve.engine.models.gguf import convert
 from ragserve.engine.models.gguf_tokenizer import build_tokenizer
@@ -286,6 +287,28 @@ def test_the_folder_has_the_tokenizer_and_the_template_of_the_file(tmp_path: Pat
     assert tokenizer.eos_token_id == 0
     text = tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
     assert text == "<|user|>hi"
+
+
+@pytest.mark.parametrize("key", ["eot_token_id", "eom_token_id"])
+def test_every_token_that_ends_a_turn_ends_an_answer(tmp_path: Path, key: str) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_uint32(f"tokenizer.ggml.{key}", 2)
+
+    folder = convert(write_gguf(tmp_path / "m.gguf", tiny(LlamaConfig), edit=edit))
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == [0, 2]
+    assert OwnTokenizer.load(folder).eos_token_ids == {0, 2}
+
+
+def test_padding_and_unknown_tokens_that_do_not_exist_are_not_needed(tmp_path: Path) -> None:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_pad_token_id(10**6)
+        writer.add_unk_token_id(2**32 - 1)
+
+    folder = convert(write_gguf(tmp_path / "m.gguf", tiny(LlamaConfig), edit=edit))
+    assert OwnTokenizer.load(folder).encode("ab ab") == [11, 13]
+    for key in ("bos_token_id", "eos_token_id", "eot_token_id", "eom_token_id"):
+        with pytest.raises(ModelLoadError, match=f"id {10**6}, outside"):
+            build_tokenizer(metadata(**{key: 10**6}))
 
 
 @pytest.mark.parametrize(

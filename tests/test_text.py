@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -643,6 +644,51 @@ def test_invalid_prompts(prompt: Any) -> None:
         BYTE_LEVEL.tokenize(prompt)
 
 
+@pytest.mark.parametrize(
+    ("parameter", "call"),
+    [
+        ("prompt", lambda bad: BYTE_LEVEL.tokenize(bad)),
+        ("text", lambda bad: BYTE_LEVEL.encode(bad)),
+        ("text", lambda bad: BYTE_LEVEL.encode_plain(bad)),
+        ("segments[1]", lambda bad: BYTE_LEVEL.tokenize(Prompt((Segment("a"), Segment(bad))))),
+        ("stop[1]", lambda bad: BYTE_LEVEL.detokenizer([], stop=["a", bad])),
+        ("bad_words[1]", lambda bad: BYTE_LEVEL.bad_word_ids(["a", bad])),
+    ],
+)
+def test_half_a_character_names_where_it_stands(parameter: str, call: Any) -> None:
+    with pytest.raises(InvalidParamsError, match="character 3 is one") as caught:
+        call("sky\ud83d")
+    assert caught.value.parameter == parameter
+
+
+def test_a_text_is_a_string() -> None:
+    with pytest.raises(InvalidParamsError, match="a string"):
+        Segment(7)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParamsError, match=r"bad_words\[0\]"):
+        BYTE_LEVEL.bad_word_ids([7])  # type: ignore[list-item]
+
+
+def test_work_can_be_ended_between_its_pieces() -> None:
+    class Ended(Exception):
+        pass
+
+    calls = 0
+
+    def check() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise Ended
+
+    prompt = Prompt(tuple(map(Segment, ["a", "b", "c", "d"])))
+    with pytest.raises(Ended):
+        BYTE_LEVEL.tokenize(prompt, check)
+    assert calls == 3
+    calls = 3  # it does not end any more
+    assert BYTE_LEVEL.tokenize(prompt, check) == BYTE_LEVEL.tokenize(prompt)
+    assert calls == 8
+
+
 def test_messages_without_a_template() -> None:
     _, tokenizer = WORDS["none"]
     assert not tokenizer.has_chat_template
@@ -693,6 +739,46 @@ def test_load_errors(tmp_path: Path, files: dict[str, str] | None, message: str)
             (folder / name).write_text(content)
     with pytest.raises(ModelLoadError, match=message):
         Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", "[1]"),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer_config.json", "null"),
+        ("tokenizer_config.json", '{"tokenizer_class": 7}'),
+        ("tokenizer_config.json", '{"eos_token": [1]}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": true}'),
+        ("generation_config.json", "[" * 100_000),
+        ("generation_config.json", "[]"),
+        ("generation_config.json", '{"eos_token_id": [[1]]}'),
+        ("generation_config.json", "\ufeff"),
+    ],
+)
+def test_files_of_the_wrong_shape_are_refused(tmp_path: Path, name: str, content: str) -> None:
+    _wrap(BACKENDS["byte_level"]).save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelLoadError, match=re.escape(str(tmp_path))):
+        Tokenizer.load(tmp_path)
+
+
+def test_an_id_far_beyond_the_others_is_refused(tmp_path: Path) -> None:
+    _wrap(BACKENDS["byte_level"]).save_pretrained(tmp_path)
+    definition = json.loads((tmp_path / "tokenizer.json").read_text())
+    definition["model"]["vocab"]["far"] = 2_000_000_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    with pytest.raises(ModelLoadError, match="one with id 2000000000"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_broken_chat_template_does_not_keep_a_model_from_opening(tmp_path: Path) -> None:
+    _wrap(BACKENDS["byte_level"], chat_template="{% for").save_pretrained(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.tokenize("sky").token_ids
+    with pytest.raises(InvalidParamsError, match="TemplateSyntaxError"):
+        tokenizer.tokenize([{"role": "user", "content": "sky"}])
 
 
 def test_broken_eos_is_refused(tmp_path: Path) -> None:
