@@ -146,7 +146,7 @@ class ChatTemplate:
 def _schemas(tools: Any) -> Any:
     if not isinstance(tools, list | tuple):
         return tools
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     return [get_json_schema(tool) if callable(tool) else tool for tool in tools]
 
