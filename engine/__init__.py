@@ -36,7 +36,16 @@ from .outputs import (
 )
 from .pins import Pin
 from .probe import PrefixProbe
-from .prompt import Prompt, PromptLike, Retention, Segment, SegmentKind, TokenizedPrompt
+from .prompt import (
+    Plain,
+    Prompt,
+    PromptLike,
+    Retention,
+    Segment,
+    SegmentKind,
+    TokenizedPrompt,
+    check_text,
+)
 from .request import Chunk, Request, Timeline
 from .sampling import SamplingParams
 from .scheduler import SampledToken, ScheduledChunk, StepPlan, StepResult
@@ -71,6 +80,7 @@ __all__ = [
     "FinishedRequest",
     "Listener",
     # prompts
+    "Plain",
     "Prompt",
     "PromptLike",
     "Retention",
@@ -79,6 +89,7 @@ __all__ = [
     "Segment",
     "SegmentKind",
     "TokenizedPrompt",
+    "check_text",
     # answers
     "Choice",
     "Completion",

@@ -18,15 +18,60 @@ from .slices import SLICE_IDS
 
 __all__ = [
     "RETENTION_OF",
+    "Plain",
     "Prompt",
     "PromptLike",
     "Retention",
     "Segment",
     "SegmentKind",
     "TokenizedPrompt",
+    "check_text",
+    "plain_ranges",
 ]
 
 SegmentKind: TypeAlias = Literal["system", "document", "turn", "question"]
+
+Plain: TypeAlias = bool | tuple[tuple[int, int], ...]
+"""Which characters of a text are never a control token: all, none, or ranges (start, end)."""
+
+
+def check_text(name: str, text: object) -> str:
+    """A text that can be encoded, as it is.
+
+    :param name: of the parameter, for the error.
+    :raises InvalidParamsError: if it is not a string, or has a lone surrogate in it: half of a
+        character, as broken JSON and the texts of some PDF files have them.
+    """
+    if not isinstance(text, str):
+        raise InvalidParamsError(name, text, "a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidParamsError(
+            name,
+            text,
+            f"a string without lone surrogates; character {error.start} is one, "
+            f"{text[error.start]!r}: replace it, for example with "
+            "text.encode('utf-8', 'replace').decode()",
+        ) from error
+    return text
+
+
+def plain_ranges(text: str, plain: Plain) -> tuple[tuple[int, int], ...]:
+    """The ranges of `text` that are plain, those that are empty left out.
+
+    :raises InvalidParamsError: if they lie outside the text, or are not in order.
+    """
+    if isinstance(plain, bool):
+        return ((0, len(text)),) if plain and text else ()
+    done = 0
+    for start, end in plain:
+        if not done <= start <= end <= len(text):
+            raise InvalidParamsError(
+                "plain", (start, end), f"ranges in order, from 0 to the text's {len(text)}"
+            )
+        done = end
+    return tuple((start, end) for start, end in plain if start < end)
 
 
 class Retention(enum.IntEnum):
@@ -53,9 +98,11 @@ RETENTION_OF: dict[SegmentKind, Retention] = {
 class Segment:
     """One shareable unit of a prompt.
 
-    :param text: the text, tokenized on its own without special tokens being added
-        (special tokens written out in the text are recognised); or
+    :param text: the text, tokenized on its own without special tokens being added; or
     :param token_ids: its token ids, used as they are. Exactly one of the two is given.
+    :param plain: which characters of `text` were written by others: none (False), all (True), or
+        ranges of them, (start, end), in order. A control token that is written there, like
+        `<|im_end|>`, is text to the model. Elsewhere it is the control token.
     :param kind: what it is; decides how long its blocks are kept, if `retention` does not.
     :param retention: the class its blocks are kept in; None is the kind's own. What stands before
         a segment is kept at least as long, for it is found only through that.
@@ -70,12 +117,17 @@ class Segment:
     token_ids: tuple[int, ...] | None = None
     retention: Retention | None = None
     retention_seconds: float | None = None
+    plain: Plain = False
 
     def __post_init__(self) -> None:
         if (self.text is None) == (self.token_ids is None):
             raise InvalidParamsError(
                 "Segment", (self.text, self.token_ids), "give exactly one of text and token_ids"
             )
+        if self.text is not None:
+            if not isinstance(self.text, str):
+                raise InvalidParamsError("text", self.text, "a string")
+            plain_ranges(self.text, self.plain)
         if self.kind not in RETENTION_OF:
             raise InvalidParamsError("kind", self.kind, f"one of {', '.join(RETENTION_OF)}")
         if self.retention is not None and not isinstance(self.retention, Retention):
@@ -100,7 +152,10 @@ class Prompt:
 
 PromptLike: TypeAlias = str | Sequence[int] | Sequence[Mapping[str, Any]] | Prompt
 """Text (special tokens are added), token ids, chat messages (through the model's chat
-template), or a `Prompt` of segments."""
+template), or a `Prompt` of segments.
+
+Text is raw: a control token that is written out in it is one. What a message holds is text to the
+model, whatever it looks like, and only the template's own control tokens are such."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,8 @@ from itertools import pairwise
 from string import Formatter
 from typing import Any, Protocol, TypeAlias
 
-from ragserve.engine import InvalidParamsError
+from ragserve.engine import InvalidParamsError, check_text
 
-from .control_tokens import ControlTokens
 from .packing import Packing
 
 __all__ = [
@@ -22,6 +21,7 @@ __all__ = [
     "TokenCounter",
     "TokenEncoder",
     "TokenSplitter",
+    "check_document",
 ]
 
 
@@ -52,6 +52,26 @@ class Chunk:
     text: str
     index: int = 0
     metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+def check_document(document: Document) -> None:
+    """Check that a document is one: a `Document` with strings that can be encoded.
+
+    :raises InvalidParamsError: if it isn't, or its id, its text or a string in its metadata has a
+        lone surrogate in it; names the document.
+    """
+    if not isinstance(document, Document):
+        raise InvalidParamsError("document", document, 'a Document, like Document("1", "text")')
+    check_text("document id", document.id)
+    check_text(f"text of document {document.id!r}", document.text)
+    if not isinstance(document.metadata, Mapping):
+        raise InvalidParamsError(
+            f"metadata of document {document.id!r}", document.metadata, "a mapping"
+        )
+    for key, value in document.metadata.items():
+        check_text(f"metadata of document {document.id!r}", key)
+        if isinstance(value, str):
+            check_text(f"metadata[{key!r}] of document {document.id!r}", value)
 
 
 class TokenEncoder(Protocol):
@@ -161,8 +181,8 @@ class TokenSplitter:
 
     :param tokenizer: an object with `encode(text)`, or a function that counts tokens. Use the
         tokenizer of the model that has to fit the chunk: the embedder's, or the engine's. With
-        `block_size` or `template` it has to be the engine's, and `encode` is called with
-        `add_special_tokens=False`, as for a prompt's segments.
+        `block_size` or `template` it has to be the engine's, and `encode_plain(text)` is called,
+        as for a document in a prompt; without that, `encode(text, add_special_tokens=False)`.
     :param chunk_tokens: most tokens of a chunk, special tokens included if `tokenizer` adds
         any, and so is what `template` puts around the chunk. A multiple of `block_size` is best.
     :param overlap_tokens: a chunk starts with at most this many of the last tokens of the one
@@ -215,7 +235,6 @@ class TokenSplitter:
                 "{document_id} and {metadata} can be used",
             )
         self._count_tokens = _counter(tokenizer, in_prompt=self._format is not None)
-        self._control = ControlTokens(getattr(tokenizer, "special_tokens", ()))
         self.chunk_tokens = chunk_tokens
         self.overlap_tokens = overlap_tokens
         self.block_size = block_size
@@ -231,9 +250,11 @@ class TokenSplitter:
     def split(self, document: Document) -> list[Chunk]:
         """The document's chunks; none if it is blank. Their ids are `<document id>#<index>`.
 
-        :raises InvalidParamsError: if `chunk_tokens` is too small for a single character, or the
-            document lacks metadata that the template shows.
+        :raises InvalidParamsError: if the document's id or text is no Unicode string, see
+            `check_document()`, or it lacks metadata that the template shows; or `chunk_tokens` is
+            too small for a single character.
         """
+        check_document(document)
         return [
             Chunk(f"{document.id}#{index}", document.id, text, index, document.metadata)
             for index, text in enumerate(self._split(document))
@@ -251,7 +272,7 @@ class TokenSplitter:
 
         :raises InvalidParamsError: as `split()` does.
         """
-        return self._split(Document("", text))
+        return self._split(Document("", check_text("text", text)))
 
     def num_tokens(self, chunk: Chunk) -> int:
         """Tokens of a chunk, with what the template puts around it.
@@ -287,7 +308,7 @@ class TokenSplitter:
     def _render(self, document_format: str, document: Document, text: str) -> str:
         """A chunk of the document as a `PromptTemplate` puts it into a prompt."""
         try:
-            rendered = document_format.format(
+            return document_format.format(
                 number=1, text=text, document_id=document.id, metadata=document.metadata
             )
         except (LookupError, ValueError, AttributeError) as exc:
@@ -297,7 +318,6 @@ class TokenSplitter:
                 f"placeholders that document {document.id!r} can fill ({exc!r}); metadata it "
                 f"has: {sorted(document.metadata)}",
             ) from exc
-        return self._control.neutralized(rendered)
 
     def _spans(self, text: _Text) -> Iterator[tuple[int, int]]:
         """Where the chunks lie in `text`, white space at their ends included."""
@@ -460,6 +480,9 @@ def _counter(tokenizer: TokenEncoder | TokenCounter, *, in_prompt: bool) -> Toke
     """Counts tokens; `in_prompt`: as of a prompt's segment, which gets no special tokens."""
     # A transformers tokenizer is callable too, so `encode` is looked for first.
     encode = getattr(tokenizer, "encode", None)
+    plain = getattr(tokenizer, "encode_plain", None)
+    if callable(plain) and in_prompt:
+        return lambda text: len(plain(text))
     if callable(encode) and in_prompt:
         encode = partial(encode, add_special_tokens=False)
         try:

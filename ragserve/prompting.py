@@ -7,22 +7,23 @@ import secrets
 import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from ragserve.engine import (
     InvalidParamsError,
+    Plain,
     Prompt,
     PromptLike,
     PromptTooLongError,
     Segment,
     SegmentKind,
     TokenizedPrompt,
+    check_text,
 )
 
-from .control_tokens import ControlTokens
 from .index import ScoredChunk
 from .ordering import ORDERS, DocumentOrder, Popularity, PrefixProbe, order_documents
 
@@ -41,15 +42,14 @@ class PromptTokenizer(Protocol):
     def has_chat_template(self) -> bool:
         """Whether chat messages are understood."""
 
-    @property
-    def special_tokens(self) -> Collection[str]:
-        """Texts that become a control token wherever they are written."""
-
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], **kwargs: Any) -> str:
         """Chat messages as text, with the opening of the assistant's turn."""
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
         """Ids of a text."""
+
+    def encode_plain(self, text: str, plain: Plain = True) -> Sequence[int]:
+        """Ids of a text that others wrote, without special tokens."""
 
     def tokenize(self, prompt: PromptLike, /) -> TokenizedPrompt:
         """Ids of a prompt, each segment on its own."""
@@ -72,10 +72,8 @@ class SegmentTokens:
             raise InvalidParamsError("capacity_tokens", capacity_tokens, "at least 0")
         self.tokenizer = tokenizer
         self.capacity_tokens = capacity_tokens
-        self.special_tokens = tokenizer.special_tokens
-        self._control = ControlTokens(self.special_tokens)
         self._lock = threading.Lock()
-        self._segments: OrderedDict[tuple[str, str, bool], TokenizedSegment] = OrderedDict()
+        self._segments: OrderedDict[tuple[str, str, Plain], TokenizedSegment] = OrderedDict()
         self._num_tokens = 0
 
     def __repr__(self) -> str:
@@ -98,24 +96,23 @@ class SegmentTokens:
         """See `PromptTokenizer`. Nothing is remembered."""
         return self.tokenizer.tokenize(prompt)
 
-    def neutralized(self, text: str) -> str:
-        """`text` without control tokens, see `ControlTokens`."""
-        return self._control.neutralized(text)
+    def encode_plain(self, text: str, plain: Plain = True) -> Sequence[int]:
+        """See `PromptTokenizer`. Nothing is remembered."""
+        return self.tokenizer.encode_plain(text, plain)
 
-    def segment(self, text: str, namespace: str = "", *, trusted: bool = False) -> TokenizedSegment:
+    def segment(self, text: str, namespace: str = "", *, plain: Plain = True) -> TokenizedSegment:
         """A segment's text and its ids, without BOS; remembered.
 
-        :param trusted: whether control tokens that are written in `text` are meant.
+        :param plain: which characters of `text` are never control tokens, see `Segment`.
         """
-        key = (text, namespace, trusted)
+        key = (text, namespace, plain)
         with self._lock:
             known = self._segments.get(key)
             if known is not None:
                 self._segments.move_to_end(key)
                 return known
         # Not under the lock: two threads may do the same work, and neither waits for the other.
-        safe = text if trusted else self.neutralized(text)
-        made = self.fresh(safe)
+        made = self.fresh(text, plain)
         with self._lock:
             if key not in self._segments:
                 self._segments[key] = made
@@ -124,9 +121,9 @@ class SegmentTokens:
                 self._num_tokens -= self._segments.popitem(last=False)[1].cost
         return made
 
-    def fresh(self, text: str) -> TokenizedSegment:
-        """A segment that is taken as it is, and not remembered."""
-        return TokenizedSegment(text, array("I", self.encode(text, add_special_tokens=False)))
+    def fresh(self, text: str, plain: Plain = True) -> TokenizedSegment:
+        """As `segment()`, and not remembered."""
+        return TokenizedSegment(text, array("I", self.encode_plain(text, plain)), plain)
 
 
 class TokenizedSegment(NamedTuple):
@@ -134,6 +131,7 @@ class TokenizedSegment(NamedTuple):
 
     text: str
     token_ids: array[int]
+    plain: Plain = True
 
     @property
     def cost(self) -> int:
@@ -179,9 +177,9 @@ class PromptTemplate:
     the user's turn: small models answer best so. A chat template that knows no system message
     gets all of it in the user's turn. Without a chat template it is plain text.
 
-    Documents and questions cannot speak the model's control language: a special token that is
-    written in one, like `<|im_end|>`, gets a space after its first character, and so is plain
-    text to the tokenizer. `system` is the application's own and is left as it is.
+    System prompt, documents and questions cannot speak the model's control language: a control
+    token that is written in one, like `<|im_end|>`, is text to the model. Only those of the chat
+    template are control tokens, and where there is none, those in `plain_answer`.
 
     :param system: what the model is told to do.
     :param document_format: a format string of `number` (from 1, what a citation names), `text`,
@@ -255,8 +253,12 @@ class PromptTemplate:
         """
         segments = tokenizer if isinstance(tokenizer, SegmentTokens) else SegmentTokens(tokenizer)
         layout = self._layout(segments)
-        asked = segments.neutralized(self.question_format.format(question=question))
-        system = [segments.segment(layout.system, namespace, trusted=True)] if layout.system else []
+        asked = self.question_format.format(question=check_text("question", question))
+        system = (
+            [segments.segment(layout.system, namespace, plain=layout.plain)]
+            if layout.system
+            else []
+        )
         policy: DocumentOrder
         policy = "relevance" if popularity is None and probe is None else self.order
         is_walked = policy == "cache_aware" and probe is not None
@@ -281,11 +283,13 @@ class PromptTemplate:
                 tokens=document_tokens,
             )
             documents = [document(index, number) for number, index in enumerate(order, 1)]
-            asking = layout.before + self._ranking(order) + asked + layout.after
+            before = layout.before + self._ranking(order)
+            asking = before + asked + layout.after
+            plain = ((len(before), len(before) + len(asked)),)
             parts: list[tuple[SegmentKind, TokenizedSegment]] = [
                 *(("system", segment) for segment in system),
                 *(("document", segment) for segment in documents),
-                ("question", segments.fresh(asking)),
+                ("question", segments.fresh(asking, plain)),
             ]
             # From ids, which are mostly known. The prompt itself is given as text, to be read.
             tokenized = segments.tokenize(
@@ -312,7 +316,7 @@ class PromptTemplate:
                 ids.pop()
                 num_tokens -= lengths[len(ids)]
         return BuiltPrompt(
-            Prompt(tuple(Segment(segment.text, kind) for kind, segment in parts)),
+            Prompt(tuple(Segment(made.text, kind, plain=made.plain) for kind, made in parts)),
             tokenized,
             tuple(retrieved[index] for index in order),
             tuple(retrieved[len(ids) :]),
@@ -338,7 +342,7 @@ class PromptTemplate:
     def _document(self, number: int, scored: ScoredChunk) -> str:
         chunk = scored.chunk
         try:
-            return self.document_format.format(
+            made = self.document_format.format(
                 number=number,
                 text=chunk.text,
                 id=chunk.id,
@@ -352,20 +356,24 @@ class PromptTemplate:
                 f"placeholders that chunk {chunk.id!r} can fill ({exc!r}); metadata it has: "
                 f"{sorted(chunk.metadata)}",
             ) from exc
+        return check_text(f"chunk {chunk.id!r} of document {chunk.document_id!r}", made)
 
     def _layout(self, tokenizer: PromptTokenizer) -> _Layout:
         """What stands around documents and question."""
+        system = check_text("system", self.system)
         if not tokenizer.has_chat_template:
-            gap = "\n\n" if self.system else ""
-            return _Layout(self.system, f"{gap}Question: ", self.plain_answer)
+            gap = "\n\n" if system else ""
+            return _Layout(system, ((0, len(system)),), f"{gap}Question: ", self.plain_answer)
         # The template is rendered around markers, not around the contents, so that a content
         # can neither look like a marker nor change what stands around it.
         here, there = (f"ragserve{secrets.token_hex(8)}" for _ in range(2))
+        # A template may drop white space before the system prompt.
+        indent = system[: len(system) - len(system.lstrip())]
         with_system = [
-            {"role": "system", "content": self.system + here},
+            {"role": "system", "content": indent + here},
             {"role": "user", "content": there},
         ]
-        only_user = [{"role": "user", "content": f"{self.system}{here}\n\n{there}"}]
+        only_user = [{"role": "user", "content": f"{indent}{here}\n\n{there}"}]
         refusal: InvalidParamsError | None = None
         for messages in (with_system, only_user):
             try:
@@ -375,7 +383,9 @@ class PromptTemplate:
                 continue
             match = re.fullmatch(f"(?s)(.*){here}(.*){there}(.*)", text)
             if match and text.count(here) == text.count(there) == 1:
-                return _Layout(*match.groups())
+                opening, before, after = match.groups()
+                text = opening + system.lstrip()
+                return _Layout(text, ((len(opening), len(text)),), before, after)
         raise InvalidParamsError(
             "chat_template",
             type(tokenizer).__name__,
@@ -393,6 +403,8 @@ def _with_bos(tokenizer: PromptTokenizer, first: TokenizedSegment) -> Sequence[i
 class _Layout(NamedTuple):
     system: str
     """Before the documents."""
+    plain: tuple[tuple[int, int], ...]
+    """Which characters of that are the system prompt's, and not the template's."""
     before: str
     """Between documents and question."""
     after: str

@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragserve.documents import Chunk, Document, TokenSplitter
+from ragserve.documents import Chunk, Document, TokenSplitter, check_document
 from ragserve.engine import InvalidParamsError
 from ragserve.engine.models.gguf_tokenizer import build_tokenizer
 from ragserve.engine.text import Tokenizer
 from ragserve.index import ScoredChunk
 from ragserve.packing import Packing
 from ragserve.prompting import PromptTemplate
+from ragserve.testing import byte_tokenizer
 
 
 def count_words(text: str) -> int:
@@ -498,3 +499,30 @@ def test_no_room_for_a_character_beside_the_template() -> None:
 @pytest.mark.parametrize("text", ["", " \n\n ", "\n"])
 def test_blank_text_has_no_chunks(text: str) -> None:
     assert TokenSplitter(len, 16, block_size=4).split_text(text) == []
+
+
+@pytest.mark.parametrize(
+    ("parameter", "document"),
+    [
+        ("document", "a text"),
+        ("document id", Document(7, "text")),  # type: ignore[arg-type]
+        ("document id", Document("a\ud83d", "text")),
+        ("text of document 'a'", Document("a", None)),  # type: ignore[arg-type]
+        ("text of document 'a'", Document("a", "\ud83d")),
+        ("metadata of document 'a'", Document("a", "text", None)),  # type: ignore[arg-type]
+        ("metadata of document 'a'", Document("a", "text", {7: "x"})),  # type: ignore[dict-item]
+        ("metadata['title'] of document 'a'", Document("a", "text", {"title": "\ud83d"})),
+    ],
+    ids=repr,
+)
+def test_what_is_no_document_is_named(parameter: str, document: Any) -> None:
+    for check in (check_document, TokenSplitter(len, 8).split):
+        with pytest.raises(InvalidParamsError) as caught:
+            check(document)
+        assert caught.value.parameter == parameter
+
+
+def test_chunks_are_counted_as_text_whatever_they_look_like() -> None:
+    tokenizer = Tokenizer.from_fast(byte_tokenizer())
+    splitter = TokenSplitter(tokenizer, 64, template=PromptTemplate(document_format="{text}"))
+    assert splitter.num_tokens(Chunk("c", "d", "<|end|>")) == len("<|end|>")

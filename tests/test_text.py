@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -643,6 +644,48 @@ def test_invalid_prompts(prompt: Any) -> None:
         BYTE_LEVEL.tokenize(prompt)
 
 
+@pytest.mark.parametrize(
+    ("parameter", "call"),
+    [
+        ("prompt", lambda bad: BYTE_LEVEL.tokenize(bad)),
+        ("text", lambda bad: BYTE_LEVEL.encode(bad)),
+        ("text", lambda bad: BYTE_LEVEL.encode_plain(bad)),
+        ("segments[1]", lambda bad: BYTE_LEVEL.tokenize(Prompt((Segment("a"), Segment(bad))))),
+        ("stop[1]", lambda bad: BYTE_LEVEL.detokenizer([], stop=["a", bad])),
+        ("bad_words[1]", lambda bad: BYTE_LEVEL.bad_word_ids(["a", bad])),
+    ],
+)
+def test_half_a_character_names_where_it_stands(parameter: str, call: Any) -> None:
+    with pytest.raises(InvalidParamsError, match="character 3 is one") as caught:
+        call("sky\ud83d")
+    assert caught.value.parameter == parameter
+
+
+def test_a_text_is_a_string() -> None:
+    with pytest.raises(InvalidParamsError, match="a string"):
+        Segment(7)  # type: ignore[arg-type]
+    with pytest.raises(InvalidParamsError, match=r"bad_words\[0\]"):
+        BYTE_LEVEL.bad_word_ids([7])  # type: ignore[list-item]
+
+
+def test_work_can_be_ended_between_its_pieces() -> None:
+    class Ended(Exception):
+        pass
+
+    seen: list[int] = []
+
+    def check(num_tokens: int) -> None:
+        seen.append(num_tokens)
+        if num_tokens > 2:
+            raise Ended
+
+    prompt = Prompt(tuple(map(Segment, ["a", "b", "c", "d"])))
+    with pytest.raises(Ended):
+        BYTE_LEVEL.watched(check).tokenize(prompt)
+    assert max(seen) == 3
+    assert len(BYTE_LEVEL.tokenize(prompt).token_ids) == 4
+
+
 def test_messages_without_a_template() -> None:
     _, tokenizer = WORDS["none"]
     assert not tokenizer.has_chat_template
@@ -695,6 +738,46 @@ def test_load_errors(tmp_path: Path, files: dict[str, str] | None, message: str)
         Tokenizer.load(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer.json", "[1]"),
+        ("tokenizer_config.json", "[" * 100_000),
+        ("tokenizer_config.json", "null"),
+        ("tokenizer_config.json", '{"tokenizer_class": 7}'),
+        ("tokenizer_config.json", '{"eos_token": [1]}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": true}'),
+        ("generation_config.json", "[" * 100_000),
+        ("generation_config.json", "[]"),
+        ("generation_config.json", '{"eos_token_id": [[1]]}'),
+        ("generation_config.json", "\ufeff"),
+    ],
+)
+def test_files_of_the_wrong_shape_are_refused(tmp_path: Path, name: str, content: str) -> None:
+    _wrap(BACKENDS["byte_level"]).save_pretrained(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ModelLoadError, match=re.escape(str(tmp_path))):
+        Tokenizer.load(tmp_path)
+
+
+def test_an_id_far_beyond_the_others_is_refused(tmp_path: Path) -> None:
+    _wrap(BACKENDS["byte_level"]).save_pretrained(tmp_path)
+    definition = json.loads((tmp_path / "tokenizer.json").read_text())
+    definition["model"]["vocab"]["far"] = 2_000_000_000
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    with pytest.raises(ModelLoadError, match="one with id 2000000000"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_broken_chat_template_does_not_keep_a_model_from_opening(tmp_path: Path) -> None:
+    _wrap(BACKENDS["byte_level"], chat_template="{% for").save_pretrained(tmp_path)
+    tokenizer = Tokenizer.load(tmp_path)
+    assert tokenizer.tokenize("sky").token_ids
+    with pytest.raises(InvalidParamsError, match="TemplateSyntaxError"):
+        tokenizer.tokenize([{"role": "user", "content": "sky"}])
+
+
 def test_broken_eos_is_refused(tmp_path: Path) -> None:
     _wrap(BACKENDS["byte_level"]).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
@@ -715,8 +798,20 @@ def test_at_least_one_clone() -> None:
         Tokenizer.from_fast(_wrap(BACKENDS["byte_level"]), 0)
 
 
-def test_tokenizer_must_fit_the_model() -> None:
-    BYTE_LEVEL.check_model(BYTE_LEVEL.vocab_size)
-    BYTE_LEVEL.check_model(BYTE_LEVEL.vocab_size + 100)
-    with pytest.raises(ModelLoadError, match="doesn't match the model"):
-        BYTE_LEVEL.check_model(BYTE_LEVEL.vocab_size - 1)
+def test_ids_that_the_model_lacks_are_refused_when_they_are_used() -> None:
+    tokenizer = _with_bos("byte_level")
+    tool = tokenizer.vocab_size - 1
+    tokenizer.check_model(tokenizer.vocab_size)
+    assert tokenizer.tokenize("a<|tool|>").token_ids[-1] == tool
+    tokenizer.check_model(tokenizer.vocab_size - 1)
+    assert tokenizer.tokenize("a").token_ids[0] == BOS
+    assert tokenizer.bad_word_ids(["a<|tool|>", "a"]) == tokenizer.bad_word_ids(["a"])
+    prompts = (
+        "a<|tool|>",
+        [tool],
+        Prompt((Segment("a"), Segment("<|tool|>"))),
+        TokenizedPrompt.of([tool]),
+    )
+    for prompt in prompts:
+        with pytest.raises(InvalidParamsError, match=f"0 to {tool - 1}"):
+            tokenizer.tokenize(prompt)

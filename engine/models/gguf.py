@@ -37,7 +37,7 @@ __all__ = ["Progress", "convert"]
 Progress: TypeAlias = Callable[[int, int], None]
 """Called with the bytes written so far and in all."""
 
-_CONVERTER = "1"
+_CONVERTER = "2"
 """Part of every fingerprint; raise it when what is written changes."""
 
 _CLASSES = {
@@ -229,10 +229,14 @@ def _config(checkpoint: _Checkpoint) -> dict[str, Any]:
     return config
 
 
+_ENDS = ("eos_token", "eot_token", "eom_token")
+"""What may end a chat model's answer: a text, a turn, a message."""
+
+
 def _token_ids(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """bos, eos and pad ids. A chat model may end its turn with another token than EOS."""
     ids = special_token_ids(metadata)
-    eos = list(dict.fromkeys(ids[name] for name in ("eos_token", "eot_token") if name in ids))
+    eos = list(dict.fromkeys(ids[name] for name in _ENDS if name in ids))
     return {
         "bos_token_id": ids.get("bos_token"),
         "eos_token_id": eos[0] if len(eos) == 1 else eos or None,
@@ -499,7 +503,7 @@ def _write_folder(checkpoint: _Checkpoint, folder: Path, progress: Progress | No
         **{
             name: tokens[token_id]
             for name, token_id in special_token_ids(metadata).items()
-            if name != "eot_token"  # Hugging Face has no name for it; it is among the EOS ids
+            if name not in ("eot_token", "eom_token")  # not Hugging Face's; they are EOS ids
         },
     }
     template = metadata.get("tokenizer.chat_template")

@@ -51,20 +51,31 @@ _SPECIAL = {
     "bos_token": "tokenizer.ggml.bos_token_id",
     "eos_token": "tokenizer.ggml.eos_token_id",
     "eot_token": "tokenizer.ggml.eot_token_id",
+    "eom_token": "tokenizer.ggml.eom_token_id",
     "unk_token": "tokenizer.ggml.unknown_token_id",
     "pad_token": "tokenizer.ggml.padding_token_id",
 }
 
 
-def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
-    """Ids of `bos_token`, `eos_token`, `eot_token`, `unk_token` and `pad_token`, if set.
+_NOT_NEEDED = frozenset({"unk_token", "pad_token"})
 
-    :raises ModelLoadError: if one lies outside the vocabulary.
+
+def special_token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    """Ids of `bos_token`, `eos_token`, `eot_token`, `eom_token`, `unk_token`, `pad_token`, if set.
+
+    An unknown or padding token outside the vocabulary, as some files name one, is left out: no
+    prompt needs it.
+
+    :raises ModelLoadError: if another one lies outside the vocabulary.
     """
     size = len(_tokens(metadata))
     ids = {name: metadata[key] for name, key in _SPECIAL.items() if key in metadata}
-    for name, token_id in ids.items():
-        if not isinstance(token_id, int) or not 0 <= token_id < size:
+    for name, token_id in tuple(ids.items()):
+        if isinstance(token_id, int) and not isinstance(token_id, bool) and 0 <= token_id < size:
+            continue
+        if name in _NOT_NEEDED:
+            del ids[name]
+        else:
             raise ModelLoadError(f"{name} is id {token_id!r}, outside the {size} tokens")
     return ids
 
