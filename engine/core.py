@@ -196,7 +196,7 @@ class EngineCore:
 
         Empty, having done nothing, if no request can run now.
         """
-        updates = []
+        updates: list[Update] = []
         while len(self._launched) < self.runner.depth:
             plan = self.scheduler.schedule(self._pace.steps)
             num_ended = len(updates)
