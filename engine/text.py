@@ -108,6 +108,7 @@ class Tokenizer:
                 f"{type(tokenizer).__name__} is not a fast tokenizer and only those are "
                 "supported; save the model with a tokenizer.json"
             )
+        _check_template(tokenizer.chat_template)
         self._hf = tokenizer
         self._check: Callable[[int], None] = _go_on
         _check_ids_are_dense(tokenizer.backend_tokenizer)
@@ -623,6 +624,20 @@ def _go_on(num_tokens: int) -> None:
 # characters, which some vocabularies add too, say nothing to a model but what they are.
 _BRACKETED = re.compile(r"(?s)[^\w\s].*\w.*[^\w\s]")
 _WORD = re.compile(r"^\s*[\w-]+\s*$")
+
+
+def _check_template(template: object) -> None:
+    """Refuse what is no chat template, nor several by name.
+
+    :raises ModelLoadError: if it is something else.
+    """
+    texts = template.values() if isinstance(template, Mapping) else (template,)
+    for text in texts:
+        if text is not None and not isinstance(text, str):
+            raise ModelLoadError(
+                f"the tokenizer's chat_template is {type(text).__name__} and must be a string, or "
+                "strings by name: correct tokenizer_config.json"
+            )
 
 
 def _check_ids_are_dense(backend: Backend) -> None:

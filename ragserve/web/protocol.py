@@ -399,9 +399,11 @@ class _Body(_Fields):
             given["logit_bias"] = bias
         for name, (count, characters) in _WITHIN_LIMITS.items():
             value = given.get(name)
+            texts: Iterable[object] = (value,)
             if isinstance(value, list | dict):
                 self.check_count(name, value, count)
-            for text in [value] if isinstance(value, str) else value or ():
+                texts = value
+            for text in texts:
                 if isinstance(text, str) and characters is not None:
                     self.check_count(name, text, characters)
         if bias is not None:
