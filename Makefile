@@ -16,7 +16,7 @@ MINUTES ?= 10
 FUZZ_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help demo web test lint format typecheck wheel fuzz sanitize venv clean
+.PHONY: help demo web test lint format typecheck wheel fuzz sanitize soak-core venv clean
 
 help:
 	@echo "make demo     answer questions about Python from its own documentation"
@@ -25,6 +25,7 @@ help:
 	@echo "make lint     ruff: rules and formatting"
 	@echo "make format   ruff: fix what can be fixed, format"
 	@echo "make fuzz     inputs that nobody meant, for MINUTES=10 (FUZZ_ARGS=...)"
+	@echo "make soak-core the state machine over the core, for MINUTES=30"
 	@echo "make sanitize the C kernels under gcc's sanitizers"
 	@echo "make venv     set up .venv (PYTHON=python3.12 chooses the interpreter)"
 	@echo "make clean    remove what was built, but not .venv"
@@ -67,6 +68,9 @@ wheel: $(INSTALLED)
 fuzz: $(INSTALLED)
 	-@$(PIP) install --quiet --only-binary :all: atheris==3.0.0
 	$(PY) fuzz run --minutes $(MINUTES) $(FUZZ_ARGS)
+
+soak-core: $(INSTALLED)
+	$(PY) tests/soak_core.py --minutes $(MINUTES) --jobs $(shell nproc)
 
 sanitize: $(INSTALLED)
 	$(PY) fuzz/sanitize.py
