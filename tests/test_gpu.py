@@ -249,6 +249,7 @@ def test_two_engines_and_an_embedder_share_a_gpu(tiny_model: Callable[..., Path]
     wrong: list[float] = []
 
     def embed() -> None:
+        torch.cuda.set_device(DEVICE)  # or cuBLAS warns that this thread has no context yet
         while not stop.is_set():
             with torch.inference_mode():
                 value = linear(x).sum().item()

@@ -467,7 +467,8 @@ def test_the_hosts_memory_is_given_back(device_io: tuple[torch.Tensor, Any, Any]
         release_memory(DEVICE)
         sizes.append(mapped_kilobytes())
         assert inside - sizes[-1] >= 256 << 10
-    assert max(sizes[1:]) - min(sizes[1:]) < 16 << 10
+    # Less than one of the tiers, however many were made; an arena of malloc's is 64 MiB.
+    assert max(sizes[1:]) - min(sizes[1:]) < 256 << 10
 
 
 @needs_gpu
