@@ -612,6 +612,15 @@ def test_llm_closing() -> None:
     assert model.closed
 
 
+@pytest.fixture
+def keyboard() -> Iterator[None]:
+    """Ctrl-C interrupts, as it does unless this process was started to ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("keyboard")
 def test_llm_interrupted_by_the_keyboard() -> None:
     main = threading.main_thread().ident
     assert main is not None

@@ -309,7 +309,9 @@ async def test_whoever_does_not_finish_is_counted_and_timed_too() -> None:
 
 async def test_who_waits_in_vain_has_a_queue_time_and_nothing_else() -> None:
     slow = ScriptedModel("x" * 4000, step_seconds=0.001)
-    async with Engine.open(slow, max_num_seqs=1, queue_timeout=0.5) as engine:
+    # The buffer is larger than the answer, or the one that runs would pause and give up its seat.
+    options = {"max_num_seqs": 1, "queue_timeout": 0.5, "stream_buffer_tokens": 4000}
+    async with Engine.open(slow, **options) as engine:
         heard = Heard()
         engine.add_listener(heard)
         async with engine.stream([1, 2], SamplingParams(max_tokens=4000)) as stream:
