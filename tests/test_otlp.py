@@ -618,7 +618,7 @@ class GivenUp:
             await task
 
 
-NUM_GIVEN_UP = 10_000
+NUM_GIVEN_UP = 4_000
 
 
 def test_streams_given_up_leave_nothing_and_no_complaint(monkeypatch: pytest.MonkeyPatch) -> None:
