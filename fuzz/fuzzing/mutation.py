@@ -17,6 +17,9 @@ _NEST, _MANY = "@nest@", "@many@"
 """Stand for values that `json.dumps` could not write, or that are better written as text."""
 
 
+_MOST_TO_PARSE = 1 << 16
+
+
 def _value(rng: random.Random, words: Sequence[str]) -> Any:
     """A JSON value of any kind, of which most are of the wrong one."""
     kind = rng.randrange(14)
@@ -75,7 +78,8 @@ def mutate_json(rng: random.Random, value: Any, words: Sequence[str] = ()) -> An
     elif what < 8 and isinstance(child, str):
         container[key] = mutate_text(rng, child, words)
     elif what < 9:
-        container[key] = [child] * rng.choice((1, 2, 5, 200))
+        small = not isinstance(child, dict | list) and len(str(child)) < 100
+        container[key] = [child] * rng.choice((1, 2, 5, 200 if small else 3))
     else:
         other, name = rng.choice(found)
         container[key] = json.loads(json.dumps(other[name])) if name in _keys(other) else child
@@ -101,7 +105,8 @@ def _written(rng: random.Random, value: Any) -> bytes:
 
 def mutate_json_text(rng: random.Random, data: bytes, words: Sequence[str] = ()) -> bytes:
     """A JSON text with some of its values changed; now and then, with some of its bytes."""
-    if rng.random() < 0.1:
+    # What has grown is not made larger yet: a few mutations may multiply it by hundreds.
+    if rng.random() < 0.1 or len(data) > _MOST_TO_PARSE:
         return mutate_bytes(rng, data)
     try:
         value = json.loads(data)
