@@ -631,9 +631,11 @@ def _check_template(template: object) -> None:
 
     :raises ModelLoadError: if it is something else.
     """
+    if template is None:
+        return
     texts = template.values() if isinstance(template, Mapping) else (template,)
     for text in texts:
-        if text is not None and not isinstance(text, str):
+        if not isinstance(text, str):
             raise ModelLoadError(
                 f"the tokenizer's chat_template is {type(text).__name__} and must be a string, or "
                 "strings by name: correct tokenizer_config.json"
