@@ -24,6 +24,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from ragserve.engine import QueueTimeoutError, Request, Retention
 from ragserve.engine import block_pool as block_pool_module
 from ragserve.engine import core as core_module
+from ragserve.engine import host_tier as host_tier_module
 from ragserve.engine import request as request_module
 from ragserve.engine.block_pool import BlockKey, BlockLayout
 from ragserve.engine.host_tier import HostTier
@@ -46,7 +47,7 @@ TIERS = ["none", "none", "disk", "disk", "host", "both"]
 class Clock:
     """Time that passes when the test says so, and a little whenever it is looked at.
 
-    Stands for the module `time` in those that look at leases and time limits.
+    Stands for the module `time` in those that look at leases, time limits and the cost of a load.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,9 @@ class Clock:
     def monotonic_ns(self) -> int:
         self.now += 1000
         return self.now
+
+    def perf_counter(self) -> float:
+        return self.monotonic_ns() / 1e9
 
     def advance(self, seconds: float) -> None:
         self.now += int(seconds * 1e9)
@@ -113,7 +117,7 @@ class CoreMachine(RuleBasedStateMachine):
     ) -> None:
         self.patch = pytest.MonkeyPatch()
         self.clock = Clock()
-        for module in (block_pool_module, core_module, request_module):
+        for module in (block_pool_module, core_module, host_tier_module, request_module):
             self.patch.setattr(module, "time", self.clock)
         self.rig = Rig(
             num_blocks,
