@@ -142,6 +142,8 @@ def strings(chance: random.Random, number: int, characters: int) -> list[str]:
 LIMIT = EngineConfig().limits
 CASES = [
     Case("nothing more", lambda c: [65]),
+    # What 128 more streams cost, however short their prompt: for comparison.
+    Case("1 token id, 128 choices", lambda c: [65], lambda c: {"n": 128}),
     Case("190,000 token ids", lambda c: ids(c, LONG)),
     Case("190,000 token ids, 128 choices", lambda c: ids(c, LONG), lambda c: {"n": 128}),
     Case(
