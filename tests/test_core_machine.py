@@ -350,6 +350,36 @@ class CoreMachine(RuleBasedStateMachine):
         pool.clear()
         self.rig.check()
 
+    @precondition(lambda self: self.rig.stores)
+    @rule(
+        family=st.sampled_from(FAMILIES),
+        depth=st.integers(1, 4),
+        namespace=st.sampled_from(NAMESPACES),
+        crowd=st.lists(st.sampled_from([1, 2, 3, 12]), max_size=4),
+    )
+    def speculate_on_tiers(
+        self, family: list[list[int]], depth: int, namespace: str, crowd: list[int]
+    ) -> None:
+        """Blocks that only a tier has are loaded on speculation, and a crowd arrives meanwhile.
+
+        By chance alone this is rare: nothing else may run when the load starts.
+
+        :param crowd: the lengths of the prompts that arrive, a step apart.
+        """
+        for request in self.live:
+            request.paused = False
+        self.rig.drain()
+        self.prefill(family, depth, namespace, "plain", None)
+        self.rig.drain()
+        self.leave_to_the_tiers()
+        self.prefill(family, depth, namespace, "speculative", None)
+        self.rig.step()
+        for length in crowd:
+            segments = self._fitting([[length % 3] * length])
+            if segments:
+                self.rig.add_choices(segments, kinds=[ANSWER], max_tokens=12)
+            self.rig.step()
+
     def _keys(self) -> list[BlockKey]:
         return [*dict.fromkeys(key for request in self.rig.requests for key in request.keys)]
 
