@@ -344,6 +344,7 @@ class Rig:
         seated = {
             r: r.timeline.preemptions for r in scheduler.running if not (r.paused or r.speculative)
         }
+        running = set(scheduler.running)
         num_steps = self.core.num_steps
         self.plan = StepPlan([])
         updates = self.core.step()
@@ -363,7 +364,7 @@ class Rig:
                 assert request in planned or request.timeline.preemptions > preemptions
             if any(r.timeline.preemptions > count for r, count in seated.items()):
                 # Taking blocks from one request to start another would go round in circles.
-                assert {r for r in scheduler.running if not r.paused} <= seated.keys()
+                assert {r for r in scheduler.running if not r.paused} <= running
         self.check()
         return updates
 
