@@ -46,7 +46,8 @@ _STAGED_BYTES = 8 << 20
 _ABANDONED_SECONDS = 3600
 """A temporary file this old is left from a process that has ended."""
 _LOOK_SECONDS = 10.0
-"""After this, or a hundred times as long as looking takes, what others wrote is looked at again."""
+"""After this, or `_LOOK_TIMES` as long as looking takes, what others wrote is looked at again."""
+_LOOK_TIMES = 100
 _SLACK = 16
 """Making room frees this part of the bound more than is needed: it has to look at every file."""
 _PAUSE_SECONDS = 60.0
@@ -278,7 +279,7 @@ class DiskTier:
         self._known = known - self._refused
         self._used, self._unseen = used, 0
         took = time.monotonic() - started
-        self._next_look = started + max(_LOOK_SECONDS, 100 * took)
+        self._next_look = started + max(_LOOK_SECONDS, _LOOK_TIMES * took)
 
     def _make_room(self, size: int) -> None:
         """Delete files, those unused for longest first, until `size` bytes more are in the bound.

@@ -58,6 +58,7 @@ MODULE = "ragserve.engine.disk_tier"
 def _look_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is in the folder is looked at in every call: most tests change it behind one's back."""
     monkeypatch.setattr(f"{MODULE}._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(f"{MODULE}._LOOK_TIMES", 0)  # looking is slow on a busy machine
 
 
 def contents(folder: Path) -> list[str]:
