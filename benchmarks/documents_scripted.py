@@ -27,10 +27,11 @@ from ragserve.engine import (
     StepResult,
     TokenizedPrompt,
 )
-from ragserve.engine.block_pool import BlockKey, BlockPool
-from ragserve.engine.host_tier import HostTier
-from ragserve.engine.probe import PrefixProbe, SegmentKeys
-from ragserve.engine.tiers import Tiers
+from ragserve.engine.cache.block_hash import BlockKey
+from ragserve.engine.cache.block_pool import BlockPool
+from ragserve.engine.cache.probe import PrefixProbe, SegmentKeys
+from ragserve.engine.offload.host_tier import HostTier
+from ragserve.engine.offload.tiers import Tiers
 from ragserve.ordering import DocumentOrder, Popularity, order_documents
 
 __all__ = ["DEFAULT", "OFF", "OURS", "PLAIN", "POLICIES", "Case", "Outcome", "Policy", "answer"]

@@ -56,8 +56,9 @@ class RandomModel(ModelSource):
         started = time.monotonic()
         import torch
 
-        from ragserve.engine.loading import build
-        from ragserve.engine.models import DecoderModel, ModelConfig
+        from ragserve.engine.models.config import ModelConfig
+        from ragserve.engine.models.decoder import DecoderModel
+        from ragserve.engine.runtime.loading import build
 
         seconds = self.seconds = {"import": time.monotonic() - started}
         started = time.monotonic()
@@ -619,7 +620,7 @@ def _free_bytes(device: str) -> int:
     import torch
 
     if device != "cuda":
-        from ragserve.engine.memory import available_memory
+        from ragserve.engine.models.free_memory import available_memory
 
         return available_memory()
     torch.zeros(1, device="cuda")

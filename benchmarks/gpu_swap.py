@@ -39,8 +39,8 @@ from gpu_stages import RandomModel  # noqa: E402
 from gpu_workloads import write_config  # noqa: E402
 
 from ragserve import Engine, SamplingParams  # noqa: E402
+from ragserve.engine.gpu.block_io import GPUBlockIO  # noqa: E402
 from ragserve.engine.gpu.stream import DeviceStream  # noqa: E402
-from ragserve.engine.gpu.swap import GPUBlockIO  # noqa: E402
 
 Row = dict[str, Any]
 

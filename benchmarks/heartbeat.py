@@ -107,7 +107,7 @@ def main() -> None:
     args = parser.parse_args()
 
     from ragserve.demo import language_model
-    from ragserve.engine.models.gguf import convert
+    from ragserve.engine.models.gguf.convert import convert
 
     folder = long_context(convert(language_model()))
     try:

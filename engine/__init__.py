@@ -1,8 +1,7 @@
 """The engine: a batched language model with a paged, prefix-cached KV pool, in this process."""
 
-from .cache import cache_directory
+from .cache.probe import PrefixProbe
 from .config import EngineConfig
-from .core import EngineCore, Runner, Update
 from .engine import Engine, Health
 from .errors import (
     DiskCacheError,
@@ -19,9 +18,10 @@ from .errors import (
     RagserveError,
     UnsupportedModelError,
 )
-from .handoff import check_event_loop, current_event_loop, result_of, run_in
 from .limits import RequestLimits
-from .loading import LoadedModel, ModelSource, PretrainedModel
+from .llm import LLM
+from .models.conversion_cache import cache_directory
+from .offload.tiers import TierStatistics
 from .outputs import (
     Choice,
     Completion,
@@ -34,8 +34,6 @@ from .outputs import (
     TokenLogprob,
     Usage,
 )
-from .pins import Pin
-from .probe import PrefixProbe
 from .prompt import (
     Plain,
     Prompt,
@@ -46,10 +44,11 @@ from .prompt import (
     TokenizedPrompt,
     check_text,
 )
-from .request import Chunk, Request, Timeline
-from .sampling import SamplingParams
-from .scheduler import SampledToken, ScheduledChunk, StepPlan, StepResult
-from .statistics import (
+from .runtime.core import EngineCore, Runner, Update
+from .runtime.handoff import check_event_loop, current_event_loop, result_of, run_in
+from .runtime.loading import LoadedModel, ModelSource, PretrainedModel
+from .runtime.pins import Pin
+from .runtime.statistics import (
     STAGE_BOUNDARIES,
     CacheStatistics,
     Distribution,
@@ -59,10 +58,12 @@ from .statistics import (
     Listeners,
     Statistics,
 )
+from .sampling_params import SamplingParams
+from .scheduling.plan import SampledToken, ScheduledChunk, StepPlan, StepResult
+from .scheduling.request import Request
+from .scheduling.timeline import Chunk, Timeline
 from .stream import Stream
-from .sync import LLM
-from .text import Tokenizer
-from .tiers import TierStatistics
+from .text.tokenizer import Tokenizer
 
 __all__ = [
     # the face

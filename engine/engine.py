@@ -18,24 +18,26 @@ from typing import Any, NoReturn
 import anyio
 import anyio.to_thread
 
-from .block_pool import BlockKey, BlockPool
+from .cache.block_hash import BlockKey
+from .cache.block_pool import BlockPool
+from .cache.probe import PrefixProbe, SegmentKeys
 from .config import EngineConfig
-from .core import EngineCore
-from .driver import Driver, DriverState, Place
-from .encoders import Encoders
 from .errors import EngineClosedError, EngineDeadError, InvalidParamsError
-from .handoff import Mailbox, current_event_loop, result_of
-from .loading import LoadedModel, ModelSource, PretrainedModel, log_opened
 from .outputs import Completion
-from .pins import Pin, PinnedBlocks
 from .preparation import Call, Preparation
-from .probe import PrefixProbe, SegmentKeys
 from .prompt import PromptLike, TokenizedPrompt
-from .request import Request, Timeline
-from .sampling import SamplingParams
-from .statistics import CacheStatistics, Listener, Statistics
+from .runtime.core import EngineCore
+from .runtime.driver import Driver, DriverState, Place
+from .runtime.encoders import Encoders
+from .runtime.handoff import Mailbox, current_event_loop, result_of
+from .runtime.loading import LoadedModel, ModelSource, PretrainedModel, log_opened
+from .runtime.pins import Pin, PinnedBlocks
+from .runtime.statistics import CacheStatistics, Listener, Statistics
+from .sampling_params import SamplingParams
+from .scheduling.request import Request
+from .scheduling.timeline import Timeline
 from .stream import Stream, open_letters
-from .text import Tokenizer
+from .text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "Health"]
 

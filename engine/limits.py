@@ -14,7 +14,7 @@ from .errors import InvalidParamsError
 from .prompt import Prompt, Segment, TokenizedPrompt
 
 if TYPE_CHECKING:
-    from .sampling import SamplingParams
+    from .sampling_params import SamplingParams
 
 __all__ = ["RequestLimits", "check_unicode"]
 

@@ -15,16 +15,18 @@ from typing import TypeVar
 
 import anyio
 
-from .block_pool import BlockKey, BlockLayout, block_keys
+from .cache.block_hash import BlockKey, block_keys
+from .cache.layout import BlockLayout
 from .config import EngineConfig
-from .driver import Driver, Place
-from .encoders import Encoders, Encoding
 from .errors import InvalidParamsError, PromptTooLongError, QueueTimeoutError
-from .loading import LoadedModel
 from .prompt import Prompt, PromptLike, TokenizedPrompt
-from .request import Request, Timeline
-from .sampling import SamplingParams
-from .text import Tokenizer
+from .runtime.driver import Driver, Place
+from .runtime.encoders import Encoders, Encoding
+from .runtime.loading import LoadedModel
+from .sampling_params import SamplingParams
+from .scheduling.request import Request
+from .scheduling.timeline import Timeline
+from .text.tokenizer import Tokenizer
 
 __all__ = ["Call", "Preparation"]
 

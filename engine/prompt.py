@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from .errors import InvalidParamsError
-from .slices import SLICE_IDS
+from .text.slices import SLICE_IDS
 
 __all__ = [
     "RETENTION_OF",

@@ -9,12 +9,13 @@ from types import TracebackType
 
 import anyio
 
-from .core import Update
-from .driver import Driver, Place
 from .errors import QueueFullError
-from .handoff import Mailbox, check_event_loop
 from .outputs import Choice, Completion, Delta, FinishReason, Timings, TokenLogprob, Usage
-from .request import Request, Timeline
+from .runtime.core import Update
+from .runtime.driver import Driver, Place
+from .runtime.handoff import Mailbox, check_event_loop
+from .scheduling.request import Request
+from .scheduling.timeline import Timeline
 
 __all__ = ["Stream"]
 

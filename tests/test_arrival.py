@@ -12,7 +12,7 @@ import anyio
 import anyio.to_thread
 import pytest
 
-import ragserve.engine.text as text_module
+import ragserve.engine.text.tokenizer as text_module
 from ragserve import (
     LLM,
     Engine,
@@ -35,9 +35,9 @@ from ragserve.engine import (
     Stream,
     TokenizedPrompt,
 )
-from ragserve.engine.block_pool import BlockPool
-from ragserve.engine.encoders import Encoders
-from ragserve.engine.stop import StopStrings
+from ragserve.engine.cache.block_pool import BlockPool
+from ragserve.engine.runtime.encoders import Encoders
+from ragserve.engine.text.stop_strings import StopStrings
 from ragserve.testing import ScriptedModel
 
 pytestmark = pytest.mark.anyio

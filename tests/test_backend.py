@@ -12,14 +12,15 @@ import pytest
 import torch
 
 from ragserve.engine import LLM, Engine, SamplingParams
-from ragserve.engine.backend import (
+from ragserve.engine.cpu.backend import (
     NativeBackend,
     TorchBackend,
     block_bytes,
     make_backend,
     native_operations,
 )
-from ragserve.engine.models import DecoderModel, load_model
+from ragserve.engine.models.decoder import DecoderModel
+from ragserve.engine.models.load import load_model
 from ragserve.kernels import NativeUnavailableError, load_native
 
 PROMPT = list(range(4, 40))

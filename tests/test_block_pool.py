@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ragserve.engine import Retention
-from ragserve.engine.block_pool import BlockKey, BlockLayout, BlockPool, Keep, block_keys
+from ragserve.engine.cache.block_hash import BlockKey, block_keys
+from ragserve.engine.cache.block_pool import BlockPool
+from ragserve.engine.cache.layout import BlockLayout
+from ragserve.engine.cache.retention import Keep
 
 # -- layout -------------------------------------------------------------------------------
 

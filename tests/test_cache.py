@@ -30,10 +30,10 @@ from ragserve.engine import (
     Segment,
     TokenizedPrompt,
 )
-from ragserve.engine.admission import MAX_OVERTAKEN
-from ragserve.engine.block_pool import BlockPool
-from ragserve.engine.request import RequestState
-from ragserve.engine.tiers import BlockStore, TierName, Tiers
+from ragserve.engine.cache.block_pool import BlockPool
+from ragserve.engine.offload.tiers import BlockStore, TierName, Tiers
+from ragserve.engine.scheduling.admission import MAX_OVERTAKEN
+from ragserve.engine.scheduling.request import RequestState
 from ragserve.testing import ScriptedModel
 
 SIZE = 16

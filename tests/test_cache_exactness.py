@@ -14,7 +14,7 @@ import anyio
 import pytest
 
 from ragserve.engine import Engine, SamplingParams, SegmentKind, TokenizedPrompt
-from ragserve.engine.tiers import Tiers
+from ragserve.engine.offload.tiers import Tiers
 
 pytestmark = pytest.mark.cpu
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from ragserve import kernels
 from ragserve.engine import SamplingParams
-from ragserve.engine.backend import make_backend, native_operations
-from ragserve.engine.block_pool import BlockPool
+from ragserve.engine.cache.block_pool import BlockPool
 from ragserve.engine.config import EngineConfig
-from ragserve.engine.core import EngineCore
-from ragserve.engine.models import load_model
-from ragserve.engine.runner import ModelRunner
+from ragserve.engine.cpu.backend import make_backend, native_operations
+from ragserve.engine.cpu.runner import ModelRunner
+from ragserve.engine.models.load import load_model
+from ragserve.engine.runtime.core import EngineCore
 from ragserve.kernels import PagedBatch, SharedRun, Sharing, shared_runs
 from ragserve.kernels.cpu import native
 

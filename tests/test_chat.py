@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ragserve.engine.errors import InvalidParamsError
 from ragserve.engine.prompt import Prompt, Segment
-from ragserve.engine.text import Tokenizer
+from ragserve.engine.text.tokenizer import Tokenizer
 
 SPECIAL = (
     "<s>",

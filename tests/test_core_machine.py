@@ -22,14 +22,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from ragserve.engine import QueueTimeoutError, Request, Retention
-from ragserve.engine import block_pool as block_pool_module
-from ragserve.engine import core as core_module
-from ragserve.engine import host_tier as host_tier_module
-from ragserve.engine import request as request_module
-from ragserve.engine.block_pool import BlockKey, BlockLayout
-from ragserve.engine.host_tier import HostTier
-from ragserve.engine.request import RequestState
-from ragserve.engine.tiers import BlockIO, BlockStore
+from ragserve.engine.cache.block_hash import BlockKey
+from ragserve.engine.cache.layout import BlockLayout
+from ragserve.engine.models.conversion_cache import block_pool as block_pool_module
+from ragserve.engine.offload import host_tier as host_tier_module
+from ragserve.engine.offload.host_tier import HostTier
+from ragserve.engine.offload.tiers import BlockIO, BlockStore
+from ragserve.engine.runtime import core as core_module
+from ragserve.engine.scheduling import request as request_module
+from ragserve.engine.scheduling.request import RequestState
 
 SYSTEM, DOCUMENT, ANSWER = Retention.SYSTEM, Retention.DOCUMENT, Retention.ANSWER
 

@@ -44,14 +44,15 @@ from safetensors import safe_open
 
 from ragserve import kernels
 from ragserve.engine import EngineConfig
-from ragserve.engine.backend import Backend, block_bytes, make_backend, native_operations
-from ragserve.engine.cpu_blocks import CPUBlockIO
-from ragserve.engine.disk_tier import DiskTier
-from ragserve.engine.fingerprint import hash_files, hash_tensors, kv_identity
-from ragserve.engine.loading import LoadedModel, PretrainedModel
-from ragserve.engine.models import DecoderModel, load_model
+from ragserve.engine.cpu.backend import Backend, block_bytes, make_backend, native_operations
+from ragserve.engine.cpu.block_io import CPUBlockIO
+from ragserve.engine.models.decoder import DecoderModel
+from ragserve.engine.models.load import load_model
+from ragserve.engine.offload.disk_tier import DiskTier
+from ragserve.engine.offload.fingerprint import hash_files, hash_tensors, kv_identity
+from ragserve.engine.runtime.loading import LoadedModel, PretrainedModel
 
-MODULE = "ragserve.engine.disk_tier"
+MODULE = "ragserve.engine.offload.disk_tier"
 
 
 @pytest.fixture(autouse=True)
@@ -761,7 +762,7 @@ def test_layouts_name_what_differs(tiny_model: Callable[..., Path]) -> None:
 
 
 def test_files_are_told_apart_by_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ragserve.engine.fingerprint._PIECE", 1000)
+    monkeypatch.setattr("ragserve.engine.offload.fingerprint._PIECE", 1000)
     data = np.random.default_rng(0).integers(0, 256, 4500, np.uint8).tobytes()
     one, two = tmp_path / "one", tmp_path / "two"
     one.write_bytes(data)
@@ -843,7 +844,7 @@ def test_loading_tells_the_identity_where_a_disk_is_used(
 ) -> None:
     plain = EngineConfig(dtype="float32", kv_cache_bytes=1 << 24)
     with monkeypatch.context() as patch:
-        patch.setattr("ragserve.engine.fingerprint.hash_files", refuse)
+        patch.setattr("ragserve.engine.offload.fingerprint.hash_files", refuse)
         assert opened(tiny_model("llama"), plain).kv_identity is None
     config = replace(plain, disk_cache=tmp_path / "kv")
     loaded = opened(tiny_model("llama"), config)

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from ragserve.documents import Chunk, Document, TokenSplitter, check_document
 from ragserve.engine import InvalidParamsError
-from ragserve.engine.models.gguf_tokenizer import build_tokenizer
-from ragserve.engine.text import Tokenizer
+from ragserve.engine.models.gguf.tokenizer import build_tokenizer
+from ragserve.engine.text.tokenizer import Tokenizer
 from ragserve.index import ScoredChunk
 from ragserve.packing import Packing
 from ragserve.prompting import PromptTemplate

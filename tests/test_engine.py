@@ -27,7 +27,7 @@ from ragserve import (
     Segment,
 )
 from ragserve.engine import StepPlan, Stream
-from ragserve.engine.handoff import Mailbox
+from ragserve.engine.runtime.handoff import Mailbox
 from ragserve.testing import ScriptedModel
 
 pytestmark = pytest.mark.anyio

@@ -21,12 +21,12 @@ from hypothesis import strategies as st
 from rig import Answer, EngineRig, make_prompt
 
 from ragserve.engine import LLM, Engine, Prompt, SamplingParams, Segment
-from ragserve.engine.backend import make_backend, native_operations
-from ragserve.engine.block_pool import BlockPool
+from ragserve.engine.cache.block_pool import BlockPool
 from ragserve.engine.config import EngineConfig
-from ragserve.engine.core import EngineCore
-from ragserve.engine.models import load_model
-from ragserve.engine.runner import ModelRunner
+from ragserve.engine.cpu.backend import make_backend, native_operations
+from ragserve.engine.cpu.runner import ModelRunner
+from ragserve.engine.models.load import load_model
+from ragserve.engine.runtime.core import EngineCore
 
 pytestmark = pytest.mark.cpu
 

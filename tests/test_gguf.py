@@ -32,8 +32,8 @@ from transformers import (
 
 from ragserve.engine import Tokenizer as OwnTokenizer
 from ragserve.engine.errors import ModelLoadError, UnsupportedModelError
-from ragserve.engine.models.gguf import convert
-from ragserve.engine.models.gguf_tokenizer import build_tokenizer
+from ragserve.engine.models.gguf.convert import convert
+from ragserve.engine.models.gguf.tokenizer import build_tokenizer
 
 TOKENS = ["<|end|>", "<|user|>", *"abcdefgh", "Ġ", "ab", "Ġa", "Ġab", "1", "2", "<|think|>"]
 KINDS = [3, 3] + [1] * (len(TOKENS) - 3) + [4]

@@ -20,14 +20,14 @@ from on_gpu import MEDIUM
 from rig import Answer, EngineRig, make_prompt
 
 from ragserve.engine import InvalidParamsError, OutOfMemoryError, SamplingParams
-from ragserve.engine.backend import make_backend
-from ragserve.engine.block_pool import BlockPool
+from ragserve.engine.cache.block_pool import BlockPool
 from ragserve.engine.config import EngineConfig
-from ragserve.engine.core import EngineCore
+from ragserve.engine.cpu.backend import make_backend
+from ragserve.engine.cpu.runner import ModelRunner
 from ragserve.engine.gpu import build_gpu
 from ragserve.engine.gpu.batch import BatchLayout
-from ragserve.engine.models import load_model
-from ragserve.engine.runner import ModelRunner
+from ragserve.engine.models.load import load_model
+from ragserve.engine.runtime.core import EngineCore
 
 pytestmark = pytest.mark.triton
 

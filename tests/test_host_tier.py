@@ -21,8 +21,8 @@ from on_gpu import MEDIUM, SMALL_ENGINE
 from rig import make_prompt
 
 from ragserve.engine import Engine, InvalidParamsError, OutOfMemoryError, SamplingParams
-from ragserve.engine.host_tier import HostTier
-from ragserve.engine.tiers import Tiers
+from ragserve.engine.offload.host_tier import HostTier
+from ragserve.engine.offload.tiers import Tiers
 
 BLOCK_BYTES = 48
 NUM_KEYS = 12
@@ -283,7 +283,7 @@ def test_any_thread_may_ask_what_it_holds() -> None:
 # -- between a GPU's pool and the host -------------------------------------------------------------
 
 if importlib.util.find_spec("triton") is not None:
-    from ragserve.engine.gpu import swap
+    from ragserve.engine.gpu import block_io as swap
     from ragserve.engine.gpu.memory import release_memory
     from ragserve.engine.gpu.stream import DeviceStream
 

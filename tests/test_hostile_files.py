@@ -25,7 +25,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ragserve.engine import LLM, SamplingParams
-from ragserve.engine.cache import make_folder
 from ragserve.engine.config import EngineConfig
 from ragserve.engine.errors import (
     ModelLoadError,
@@ -33,11 +32,16 @@ from ragserve.engine.errors import (
     RagserveError,
     UnsupportedModelError,
 )
-from ragserve.engine.loading import PretrainedModel
-from ragserve.engine.models import DecoderModel, ModelConfig, cast, load_model, resolve_folder
-from ragserve.engine.models.gguf import convert
-from ragserve.engine.models.gguf_file import GGUFFile
-from ragserve.engine.text import Tokenizer
+from ragserve.engine.models.cast import cast
+from ragserve.engine.models.config import ModelConfig
+from ragserve.engine.models.conversion_cache import make_folder
+from ragserve.engine.models.decoder import DecoderModel
+from ragserve.engine.models.gguf.convert import convert
+from ragserve.engine.models.gguf.reader import GGUFFile
+from ragserve.engine.models.load import load_model
+from ragserve.engine.models.resolve import resolve_folder
+from ragserve.engine.runtime.loading import PretrainedModel
+from ragserve.engine.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.cpu
 
@@ -846,8 +850,9 @@ LIMITED = """
 import resource, sys, torch
 from ragserve.engine.config import EngineConfig
 from ragserve.engine.errors import OutOfMemoryError
-from ragserve.engine.loading import PretrainedModel
-import ragserve.engine.models, ragserve.engine.memory, ragserve.engine.runner, transformers
+from ragserve.engine.runtime.loading import PretrainedModel
+import ragserve.engine.models.load, ragserve.engine.models.free_memory
+import ragserve.engine.cpu.runner, transformers
 
 source = PretrainedModel(sys.argv[1])
 source.load(EngineConfig(max_model_len=64, kv_cache_bytes=1 << 20)).close()
@@ -897,7 +902,7 @@ def test_a_pool_that_is_too_small_never_advises_less_than_two_tokens(
 
 KILLED = """
 import os, pathlib, signal, sys
-from ragserve.engine.cache import make_folder
+from ragserve.engine.models.conversion_cache import make_folder
 
 def write(folder):
     (folder / "weights").write_bytes(bytes(1000))
@@ -996,15 +1001,15 @@ def test_an_open_that_fails_leaves_nothing(
     with LLM(folder, **options) as llm:  # what is made once is there now
         llm.generate("a", SamplingParams(max_tokens=1))
     if stage == "weights":
-        monkeypatch.setattr("ragserve.engine.models.load_weights", fail)
+        monkeypatch.setattr("ragserve.engine.models.load.load_weights", fail)
     elif stage == "tokenizer":
         monkeypatch.setattr(Tokenizer, "load", fail)
     elif stage == "kv":
         options["kv_cache_bytes"] = 1
     elif stage == "backend":
-        monkeypatch.setattr("ragserve.engine.backend.make_backend", fail)
+        monkeypatch.setattr("ragserve.engine.cpu.backend.make_backend", fail)
     elif stage == "runner":
-        monkeypatch.setattr("ragserve.engine.runner.ModelRunner.__init__", fail)
+        monkeypatch.setattr("ragserve.engine.cpu.runner.ModelRunner.__init__", fail)
     else:
         monkeypatch.setattr("ragserve.engine.engine.Driver", fail)
     before = held()

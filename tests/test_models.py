@@ -14,7 +14,10 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from ragserve.engine.errors import InvalidParamsError, ModelLoadError, UnsupportedModelError
-from ragserve.engine.models import Attend, DecoderModel, ModelConfig, load_model
+from ragserve.engine.models.config import ModelConfig
+from ragserve.engine.models.decoder import DecoderModel
+from ragserve.engine.models.layers import Attend
+from ragserve.engine.models.load import load_model
 
 CPU = torch.device("cpu")
 LENGTH = 70

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ragserve import kernels
-from ragserve.engine.models import ModelConfig
+from ragserve.engine.models.config import ModelConfig
 from ragserve.engine.models.rope import inverse_frequencies, rope_table
 
 MAX_POSITIONS = 256

@@ -18,8 +18,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from ragserve.engine.errors import InvalidParamsError
-from ragserve.engine.sampler import InvalidLogitsError, Sampler, SamplingState
-from ragserve.engine.sampling import SamplingParams
+from ragserve.engine.execution.sampler import InvalidLogitsError, Sampler, SamplingState
+from ragserve.engine.sampling_params import SamplingParams
 from ragserve.kernels import philox
 
 NAN, INF = math.nan, math.inf
@@ -205,7 +205,7 @@ def test_check_vocab(field):
 
 
 def test_params_need_no_torch():
-    code = "import sys, ragserve.engine.sampling; sys.exit('torch' in sys.modules)"
+    code = "import sys, ragserve.engine.sampling_params; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-P", "-c", code], check=False).returncode == 0
 
 

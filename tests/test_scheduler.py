@@ -20,8 +20,8 @@ from ragserve.engine import (
     StepPlan,
     StepResult,
 )
-from ragserve.engine.core import _Pace
-from ragserve.engine.request import RequestState
+from ragserve.engine.runtime.core import _Pace
+from ragserve.engine.scheduling.request import RequestState
 
 ahead = pytest.mark.parametrize(("depth", "steps"), MODES)
 

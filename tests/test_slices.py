@@ -13,7 +13,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from ragserve.engine import Tokenizer
-from ragserve.engine.slices import SLICE_CHARACTERS, slices
+from ragserve.engine.text.slices import SLICE_CHARACTERS, slices
 
 TEXT = "\n".join(topics.values())
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]

@@ -20,7 +20,7 @@ import torch
 
 from ragserve.engine import LLM, Completion, Engine, Prompt, SamplingParams, Segment
 from ragserve.engine.config import EngineConfig
-from ragserve.engine.models.gguf import convert
+from ragserve.engine.models.gguf.convert import convert
 from ragserve.kernels import load_native
 
 pytestmark = pytest.mark.timeout(1800)

@@ -18,11 +18,11 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from ragserve.engine.detokenizer import Detokenizer
 from ragserve.engine.errors import InvalidParamsError, ModelLoadError
 from ragserve.engine.prompt import Prompt, Retention, Segment, TokenizedPrompt
-from ragserve.engine.stop import StopStrings
-from ragserve.engine.text import Tokenizer
+from ragserve.engine.text.detokenizer import Detokenizer
+from ragserve.engine.text.stop_strings import StopStrings
+from ragserve.engine.text.tokenizer import Tokenizer
 
 FAMILY = "👩\u200d👩\u200d👧\u200d👦"
 TEXTS = [

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from ragserve import kernels
 from ragserve.engine import SamplingParams
-from ragserve.engine.backend import make_backend
-from ragserve.engine.block_pool import BlockPool
+from ragserve.engine.cache.block_pool import BlockPool
 from ragserve.engine.config import EngineConfig
-from ragserve.engine.core import EngineCore
+from ragserve.engine.cpu.backend import make_backend
+from ragserve.engine.runtime.core import EngineCore
 from ragserve.kernels import SharedRun, shared_runs
 
 pytest.importorskip("triton")
@@ -37,9 +37,9 @@ ON_GPU = torch.cuda.is_available() and not INTERPRETED
 if not (ON_GPU or INTERPRETED):
     pytest.skip("Triton needs a GPU, or TRITON_INTERPRET=1", allow_module_level=True)
 
+from ragserve.engine.cpu.runner import ModelRunner  # noqa: E402
 from ragserve.engine.gpu import build_gpu  # noqa: E402
-from ragserve.engine.models import load_model  # noqa: E402
-from ragserve.engine.runner import ModelRunner  # noqa: E402
+from ragserve.engine.models.load import load_model  # noqa: E402
 from ragserve.kernels.triton import attention, cascade  # noqa: E402
 
 pytestmark = pytest.mark.triton

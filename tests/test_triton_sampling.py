@@ -18,8 +18,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ragserve.engine.sampler import InvalidLogitsError, Sampler, SamplingState
-from ragserve.engine.sampling import SamplingParams
+from ragserve.engine.execution.sampler import InvalidLogitsError, Sampler, SamplingState
+from ragserve.engine.sampling_params import SamplingParams
 from ragserve.kernels import philox
 
 triton = pytest.importorskip("triton")

@@ -16,7 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ragserve.engine.errors import ModelLoadError, UnsupportedModelError
-from ragserve.engine.models import DecoderModel, ModelConfig, cast, load_model, resolve_folder
+from ragserve.engine.models.cast import cast
+from ragserve.engine.models.config import ModelConfig
+from ragserve.engine.models.decoder import DecoderModel
+from ragserve.engine.models.load import load_model
+from ragserve.engine.models.resolve import resolve_folder
 
 CPU = torch.device("cpu")
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

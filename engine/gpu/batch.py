@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ragserve.kernels.triton import prefill_tiles
 
-from ..scheduler import ScheduledChunk
-from .seats import Seats
+from ..scheduling.plan import ScheduledChunk
+from .slots import Seats
 
 __all__ = ["BatchLayout", "BatchTensors", "PackedBatch", "pack_batch"]
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from ragserve.kernels import KVLayer, shared_runs
 from ragserve.kernels import triton as ops
 
-from ..models import ModelConfig
-from ..scheduler import ScheduledChunk
-from .seats import Seats
+from ..models.config import ModelConfig
+from ..scheduling.plan import ScheduledChunk
+from .slots import Seats
 from .stream import DeviceStream, Staging
 
 __all__ = ["Cascade"]

@@ -15,7 +15,7 @@ from torch import Tensor
 from ragserve.kernels import KVLayer
 from ragserve.kernels import triton as ops
 
-from ..models import DecoderModel
+from ..models.decoder import DecoderModel
 
 __all__ = ["AttendGPU", "GPUDecoder", "Residual"]
 

@@ -11,11 +11,11 @@ from ragserve.kernels import KVLayer
 
 from ..config import EngineConfig
 from ..errors import InvalidParamsError, OutOfMemoryError
-from ..models import DecoderModel
+from ..models.decoder import DecoderModel
+from .block_io import GPUBlockIO, staging_bytes
 from .memory import free_memory, plan_gpu_blocks
 from .runner import GPURunner
 from .stream import DeviceStream
-from .swap import GPUBlockIO, staging_bytes
 
 __all__ = ["build_gpu"]
 

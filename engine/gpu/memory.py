@@ -7,7 +7,7 @@ import itertools
 
 import torch
 
-from ..block_pool import BlockLayout
+from ..cache.layout import BlockLayout
 from ..config import EngineConfig
 from ..errors import OutOfMemoryError
 

@@ -23,19 +23,19 @@ from ragserve.kernels import KVLayer
 from ragserve.kernels import triton as ops
 
 from ..config import EngineConfig
-from ..models import DecoderModel
+from ..execution.sampler import InvalidLogitsError, Sampler
+from ..execution.sampler_inputs import prompt_targets, sampling_state
+from ..models.decoder import DecoderModel
+from ..offload.tiers import BlockIO
 from ..outputs import TokenLogprob
-from ..request import Request
-from ..runner import prompt_targets, sampling_state
-from ..sampler import InvalidLogitsError, Sampler
-from ..scheduler import ScheduledChunk, StepPlan, StepResult
-from ..tiers import BlockIO
+from ..scheduling.plan import ScheduledChunk, StepPlan, StepResult
+from ..scheduling.request import Request
 from .batch import BatchLayout, BatchTensors, PackedBatch, pack_batch
 from .cascade import Cascade
 from .decoder import GPUDecoder, Residual
 from .graphs import DecodeStep, StepGraphs, batch_sizes, mixed_layouts
 from .memory import release_memory, tensor_bytes
-from .seats import Seats, samples_on_host
+from .slots import Seats, samples_on_host
 from .stream import DeviceStream, Staging
 
 __all__ = ["GPURunner"]

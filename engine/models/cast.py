@@ -12,8 +12,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from ..cache import RECORD, cache_directory, check_room, make_folder, short_name
 from .config import ModelConfig
+from .conversion_cache import RECORD, cache_directory, check_room, make_folder, short_name
 from .decoder import check_shapes
 from .weights import DTYPES, Checkpoint
 

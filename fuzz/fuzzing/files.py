@@ -115,7 +115,7 @@ def _save_tokenizer(folder: Path) -> None:
 def _load_model(folder: Path) -> None:
     import torch
 
-    from ragserve.engine.models import load_model
+    from ragserve.engine.models.load import load_model
 
     load_model(folder, dtype=None, device=torch.device("cpu"))
 
@@ -270,7 +270,7 @@ class WeightsTarget(_Folder):
 class TokenizerTarget(_Folder):
     """`tokenizer.json` or `tokenizer_config.json`: loaded, and texts go there and back."""
 
-    modules = ("ragserve.engine.text",)
+    modules = ("ragserve.engine.text.tokenizer",)
 
     def __init__(self, scratch: Path, file: str) -> None:
         super().__init__(scratch)
@@ -347,7 +347,7 @@ class TemplateTarget(_Folder):
     """A chat template, as the text of the tokenizer's configuration."""
 
     name = "chat-template"
-    modules = ("ragserve.engine.text",)
+    modules = ("ragserve.engine.text.tokenizer",)
 
     def seeds(self) -> list[bytes]:
         """See `Target.seeds`."""
@@ -395,7 +395,7 @@ class GGUFTarget(_Folder):
         return mutate_bytes(rng, data, head=rng.choice((64, 900, 2500, None)))
 
     def _feed(self, data: bytes) -> str:
-        from ragserve.engine.models.gguf import convert
+        from ragserve.engine.models.gguf.convert import convert
 
         path, out = self._folder / "model.gguf", self._folder / "converted"
         path.unlink(missing_ok=True)
@@ -635,7 +635,7 @@ class BlockTarget(_Folder):
     """
 
     name = "disk-tier"
-    modules = ("ragserve.engine.disk_tier", "ragserve.engine.block_file")
+    modules = ("ragserve.engine.offload.disk_tier", "ragserve.engine.offload.block_file")
     _KEY = bytes(range(32))
     _IDENTITY: ClassVar = {"format": "1", "weights": "ab" * 32}
 
@@ -655,7 +655,7 @@ class BlockTarget(_Folder):
         return bytes([kind]) + mutate_bytes(rng, data[1:], head=rng.choice((8, 300, None)))
 
     def _tier(self) -> tuple[Any, _MemoryIO]:
-        from ragserve.engine.disk_tier import DiskTier
+        from ragserve.engine.offload.disk_tier import DiskTier
 
         io_ = _MemoryIO()
         return DiskTier(self._folder, self._IDENTITY, 1 << 16, io_), io_

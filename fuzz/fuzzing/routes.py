@@ -191,7 +191,7 @@ class RoutesTarget:
     :param kind: uvicorn's parser, "h11" or "httptools".
     """
 
-    modules = ("ragserve.web", "ragserve.engine.prompt", "ragserve.engine.sampling")
+    modules = ("ragserve.web", "ragserve.engine.prompt", "ragserve.engine.sampling_params")
 
     def __init__(self, kind: str) -> None:
         self.name = f"http-{kind}"

@@ -29,10 +29,12 @@ from ragserve.engine import (
     TokenizedPrompt,
     Update,
 )
-from ragserve.engine.block_pool import BlockKey, BlockLayout, BlockPool
+from ragserve.engine.cache.block_hash import BlockKey
+from ragserve.engine.cache.block_pool import BlockPool
+from ragserve.engine.cache.layout import BlockLayout
 from ragserve.engine.errors import InternalError
-from ragserve.engine.request import RequestState
-from ragserve.engine.tiers import BlockIO, BlockStore, TierName, Tiers
+from ragserve.engine.offload.tiers import BlockIO, BlockStore, TierName, Tiers
+from ragserve.engine.scheduling.request import RequestState
 from ragserve.testing import ScriptedModel
 
 __all__ = [

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from ragserve.engine.block_file import BlockFile
-from ragserve.engine.disk_tier import DiskTier
+from ragserve.engine.offload.block_file import BlockFile
+from ragserve.engine.offload.disk_tier import DiskTier
 
 __all__ = [
     "BLOCK_BYTES",

@@ -10,10 +10,10 @@ import torch
 
 from ragserve.engine import SamplingParams
 from ragserve.engine.config import EngineConfig
-from ragserve.engine.core import EngineCore
 from ragserve.engine.outputs import TokenLogprob
 from ragserve.engine.prompt import Retention, TokenizedPrompt
-from ragserve.engine.request import Request
+from ragserve.engine.runtime.core import EngineCore
+from ragserve.engine.scheduling.request import Request
 
 __all__ = ["Answer", "EngineRig", "make_prompt"]
 
