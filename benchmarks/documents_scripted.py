@@ -32,7 +32,7 @@ from ragserve.engine.cache.block_pool import BlockPool
 from ragserve.engine.cache.probe import PrefixProbe, SegmentKeys
 from ragserve.engine.offload.host_tier import HostTier
 from ragserve.engine.offload.tiers import Tiers
-from ragserve.ordering import DocumentOrder, Popularity, order_documents
+from ragserve.prompting import DocumentOrder, Popularity, order_documents
 
 __all__ = ["DEFAULT", "OFF", "OURS", "PLAIN", "POLICIES", "Case", "Outcome", "Policy", "answer"]
 

@@ -21,8 +21,8 @@ from documents_workload import SYSTEM, Question, cut_documents, draw_questions
 from ragserve import Chunk, Engine, PromptTemplate, RagPipeline, SamplingParams, ScoredChunk
 from ragserve.bench import build_workload
 from ragserve.engine import Delta, Tokenizer
-from ragserve.index import ChunkFilter, Query
 from ragserve.pipeline import Done
+from ragserve.retrieval import ChunkFilter, Query
 
 __all__ = ["Order", "answer_orders", "peer_requests", "pool_blocks"]
 

@@ -19,7 +19,7 @@ each chunk is retrieved, and which prompts a cache holds. The policies:
 
     relevance     the best first
     canonical     the most retrieved first
-    cache_aware   after what the cache holds, see `ragserve/ordering.py`
+    cache_aware   after what the cache holds, see `ragserve/prompting/ordering.py`
 
 each also with a line before the question that ranks the documents; and as a control
 
@@ -57,9 +57,8 @@ import numpy as np
 import ragserve as rs
 from ragserve.demo import embedder_model, fingerprint, language_model
 from ragserve.engine import cache_directory
-from ragserve.index import ScoredChunk
-from ragserve.ordering import Popularity
-from ragserve.prompting import BuiltPrompt, SegmentTokens
+from ragserve.prompting import BuiltPrompt, Popularity, SegmentTokens
+from ragserve.retrieval import ScoredChunk
 
 TOP_K = 4
 CHUNK_TOKENS = 256

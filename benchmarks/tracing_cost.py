@@ -37,7 +37,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
 from ragserve import Chunk, Engine, RagPipeline, SamplingParams, ScoredChunk
-from ragserve.index import ChunkFilter, Query
+from ragserve.retrieval import ChunkFilter, Query
 from ragserve.testing import ScriptedModel
 
 STEP_SECONDS = 0.007

@@ -20,13 +20,8 @@ from typing import TYPE_CHECKING
 from ._version import __version__
 
 if TYPE_CHECKING:
-    from .documents import Chunk, Document, TokenSplitter
-    from .embedding import (
-        Embedder,
-        EmbedderClosedError,
-        EmbeddingError,
-        SentenceTransformerEmbedder,
-    )
+    from .documents.document import Chunk, Document
+    from .documents.token_splitter import TokenSplitter
     from .engine import (
         LLM,
         Choice,
@@ -63,19 +58,21 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         Usage,
     )
-    from .index import (
+    from .observability.metrics import Metrics
+    from .observability.prompt_reuse import PromptReuse
+    from .pipeline.answer import Answer, Done, RagTimings, Retrieved, Source
+    from .pipeline.answer_stream import AnswerStream
+    from .pipeline.rag_pipeline import RagPipeline
+    from .prompting.template import BuiltPrompt, PromptTemplate
+    from .retrieval.embedder import Embedder, EmbedderClosedError, EmbeddingError
+    from .retrieval.faiss_index import (
         DuplicateChunkError,
         FaissIndex,
         IndexLoadError,
         IndexMismatchError,
-        Retriever,
-        ScoredChunk,
-        StagedRetriever,
     )
-    from .metrics import Metrics
-    from .pipeline import Answer, AnswerStream, Done, RagPipeline, RagTimings, Retrieved, Source
-    from .prompting import BuiltPrompt, PromptTemplate
-    from .reuse import PromptReuse
+    from .retrieval.retriever import Retriever, ScoredChunk, StagedRetriever
+    from .retrieval.sentence_transformer import SentenceTransformerEmbedder
 
 __all__ = [
     "__version__",
@@ -145,22 +142,21 @@ __all__ = [
 
 _HOME = {
     "documents": ("Chunk", "Document", "TokenSplitter"),
-    "embedding": (
+    "retrieval": (
+        "DuplicateChunkError",
         "Embedder",
         "EmbedderClosedError",
         "EmbeddingError",
-        "SentenceTransformerEmbedder",
-    ),
-    "index": (
-        "DuplicateChunkError",
         "FaissIndex",
         "IndexLoadError",
         "IndexMismatchError",
         "Retriever",
         "ScoredChunk",
+        "SentenceTransformerEmbedder",
         "StagedRetriever",
     ),
-    "metrics": ("Metrics",),
+    "prompting": ("BuiltPrompt", "PromptTemplate"),
+    "observability": ("Metrics", "PromptReuse"),
     "pipeline": (
         "Answer",
         "AnswerStream",
@@ -170,8 +166,6 @@ _HOME = {
         "Retrieved",
         "Source",
     ),
-    "prompting": ("BuiltPrompt", "PromptTemplate"),
-    "reuse": ("PromptReuse",),
 }
 _MODULE_OF = {name: module for module, names in _HOME.items() for name in names}
 

@@ -30,11 +30,13 @@ from ragserve.engine import (
     cache_directory,
 )
 
-from .documents import Document, TokenSplitter
-from .embedding import SentenceTransformerEmbedder
-from .index import FaissIndex, IndexLoadError
-from .pipeline import Done, RagPipeline, Retrieved, Source
-from .reuse import PromptReuse
+from .documents.document import Document
+from .documents.token_splitter import TokenSplitter
+from .observability.prompt_reuse import PromptReuse
+from .pipeline.answer import Done, Retrieved, Source
+from .pipeline.rag_pipeline import RagPipeline
+from .retrieval.faiss_index import FaissIndex, IndexLoadError
+from .retrieval.sentence_transformer import SentenceTransformerEmbedder
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan

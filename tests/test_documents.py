@@ -16,12 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ragserve.documents import Chunk, Document, TokenSplitter, check_document
+from ragserve.documents.packing import Packing
 from ragserve.engine import InvalidParamsError
 from ragserve.engine.models.gguf.tokenizer import build_tokenizer
 from ragserve.engine.text.tokenizer import Tokenizer
-from ragserve.index import ScoredChunk
-from ragserve.packing import Packing
 from ragserve.prompting import PromptTemplate
+from ragserve.retrieval import ScoredChunk
 from ragserve.testing import byte_tokenizer
 
 

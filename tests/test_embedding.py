@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import trio
 
-from ragserve.embedding import EmbedderClosedError, EmbeddingError, SentenceTransformerEmbedder
 from ragserve.engine import InvalidParamsError, ModelLoadError, QueueFullError
+from ragserve.retrieval import EmbedderClosedError, EmbeddingError, SentenceTransformerEmbedder
 
 
 @pytest.fixture(params=["asyncio", "trio"])

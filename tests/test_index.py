@@ -15,10 +15,10 @@ import pytest
 import trio
 
 from ragserve.documents import Chunk, Document, TokenSplitter
-from ragserve.embedding import EmbeddingError
 from ragserve.engine import InvalidParamsError, QueueFullError
-from ragserve.index import (
+from ragserve.retrieval import (
     DuplicateChunkError,
+    EmbeddingError,
     FaissIndex,
     IndexLoadError,
     IndexMismatchError,

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from ragserve.documents import Chunk
-from ragserve.index import FaissIndex, IndexLoadError
+from ragserve.retrieval import FaissIndex, IndexLoadError
 
 COUNT, DIMENSION = 5, 4
 

@@ -26,8 +26,8 @@ import ragserve as rs
 from ragserve import Distribution, Engine, Metrics, RagPipeline, SamplingParams, Statistics
 from ragserve.documents import Chunk
 from ragserve.engine import FinishedRequest, Histogram, StepPlan, TierStatistics
-from ragserve.exposition import Family, exposition
-from ragserve.index import FaissIndex
+from ragserve.observability.exposition import Family, exposition
+from ragserve.retrieval import FaissIndex
 from ragserve.testing import ScriptedFailure, ScriptedModel
 
 pytestmark = pytest.mark.anyio

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ragserve.engine import InvalidParamsError
-from ragserve.ordering import ORDERS, Popularity, order_documents
+from ragserve.prompting import ORDERS, Popularity, order_documents
 
 BLOCK = 4
 SYSTEM = (1, 2, 3, 4, 5)

@@ -34,16 +34,16 @@ from starlette.routing import Route
 
 from ragserve.documents import Chunk
 from ragserve.engine import Delta, Engine, RagserveError, SamplingParams
-from ragserve.index import ChunkFilter, Query, ScoredChunk
-from ragserve.pipeline import RagPipeline
-from ragserve.prompting import PromptTemplate
-from ragserve.testing import ScriptedModel
-from ragserve.tracing import (
+from ragserve.observability import (
     GenerationRecord,
     GenerationTracer,
     OpenInferenceNames,
     request_context,
 )
+from ragserve.pipeline import RagPipeline
+from ragserve.prompting import PromptTemplate
+from ragserve.retrieval import ChunkFilter, Query, ScoredChunk
+from ragserve.testing import ScriptedModel
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 CALLER = "b7ad6b7169203331"

@@ -18,11 +18,11 @@ from ragserve.engine import (
     SegmentReuse,
     TokenizedPrompt,
 )
-from ragserve.index import ScoredChunk
-from ragserve.overlap import Recent, beginning, beside, normalized
+from ragserve.observability import PromptReuse
 from ragserve.pipeline import Answer, RagPipeline
+from ragserve.pipeline.prefill_ahead import Recent, beginning, beside, normalized
 from ragserve.prompting import PromptTemplate
-from ragserve.reuse import PromptReuse
+from ragserve.retrieval import ScoredChunk
 from ragserve.testing import ScriptedModel
 
 REPLY = "Yes."
@@ -129,7 +129,7 @@ async def rig(
         rag = RagPipeline(engine=engine, index=kb, **{"template": template, **options})
         yield Rig(rag, kb, model)
         await idle(engine)
-        assert not rag._under_way
+        assert not rag._prompts._under_way
 
 
 async def idle(engine: Engine) -> None:

@@ -19,9 +19,9 @@ from ragserve.engine import (
     PromptTooLongError,
     SamplingParams,
 )
-from ragserve.index import FaissIndex, ScoredChunk
 from ragserve.pipeline import AnswerStream, Done, RagPipeline, RagTimings, Retrieved
 from ragserve.prompting import PromptTemplate
+from ragserve.retrieval import FaissIndex, ScoredChunk
 from ragserve.testing import ScriptedFailure, ScriptedModel
 
 DOCUMENTS = ["alpha document", "beta document", "gamma document"]

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 from ragserve.documents import Chunk
-from ragserve.embedding import EmbeddingError
 from ragserve.engine import (
     Engine,
     EngineClosedError,
@@ -27,9 +26,9 @@ from ragserve.engine import (
     RequestLimits,
     SamplingParams,
 )
-from ragserve.index import FaissIndex, ScoredChunk
 from ragserve.pipeline import RagPipeline
 from ragserve.prompting import PromptTemplate
+from ragserve.retrieval import EmbeddingError, FaissIndex, ScoredChunk
 from ragserve.testing import ScriptedModel
 
 REPLY = "The answer."
@@ -94,7 +93,7 @@ async def nothing_left(rag: RagPipeline) -> None:
             await anyio.sleep(0.001)
     await engine.check_integrity()
     assert rag._places.num_taken == 0
-    assert not rag._under_way
+    assert not rag._prompts._under_way
 
 
 # -- what it is given -------------------------------------------------------------------

@@ -13,10 +13,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from ragserve.documents import Chunk
 from ragserve.engine import Engine, SamplingParams
-from ragserve.index import ScoredChunk
-from ragserve.ordering import ORDERS, DocumentOrder
 from ragserve.pipeline import Done, RagPipeline, Retrieved
-from ragserve.prompting import PromptTemplate
+from ragserve.prompting import ORDERS, DocumentOrder, PromptTemplate
+from ragserve.retrieval import ScoredChunk
 from ragserve.testing import ScriptedModel
 
 BLOCK = 8

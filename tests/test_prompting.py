@@ -21,9 +21,8 @@ from ragserve.engine import (
     SamplingParams,
     Tokenizer,
 )
-from ragserve.index import ScoredChunk
-from ragserve.ordering import Popularity
-from ragserve.prompting import BuiltPrompt, PromptTemplate, SegmentTokens
+from ragserve.prompting import BuiltPrompt, Popularity, PromptTemplate, SegmentTokens
+from ragserve.retrieval import ScoredChunk
 from ragserve.testing import ScriptedModel, byte_tokenizer
 
 NO_SYSTEM = (

@@ -30,9 +30,9 @@ from ragserve.engine import (
     QueueFullError,
     SamplingParams,
 )
-from ragserve.index import FaissIndex, ScoredChunk
 from ragserve.pipeline import RagPipeline
 from ragserve.prompting import PromptTemplate
+from ragserve.retrieval import FaissIndex, ScoredChunk
 from ragserve.testing import ScriptedModel
 
 REPLY = "The answer."

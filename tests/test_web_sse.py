@@ -42,8 +42,8 @@ from ragserve import (
     ScoredChunk,
     Stream,
 )
-from ragserve.embedding import EmbeddingError
 from ragserve.engine import StepPlan
+from ragserve.retrieval import EmbeddingError
 from ragserve.testing import ScriptedModel
 from ragserve.web.errors import ClientLeftError, error_response, retry_after, status_of
 from ragserve.web.sse import Event, SSEResponse, sse, until_disconnect

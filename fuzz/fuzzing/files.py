@@ -511,7 +511,7 @@ class IndexTarget(_Folder):
     """
 
     name = "index"
-    modules = ("ragserve.index", "ragserve.documents")
+    modules = ("ragserve.retrieval.faiss_index", "ragserve.documents.token_splitter")
     _SEPARATOR = b"\n--8<--\n"
 
     def seeds(self) -> list[bytes]:

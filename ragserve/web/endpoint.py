@@ -15,8 +15,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ragserve.engine import Engine
-from ragserve.pipeline import RagPipeline
-from ragserve.tracing import request_context
+from ragserve.observability.tracing import request_context
+from ragserve.pipeline.rag_pipeline import RagPipeline
 
 from .bodies import BodyLimits, json_response, read_json, text_response
 from .generation import Generation

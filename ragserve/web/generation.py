@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import anyio
 import anyio.to_thread
 
-from ragserve.documents import Chunk
 from ragserve.engine import (
     Completion,
     Delta,
@@ -23,11 +22,14 @@ from ragserve.engine import (
     TokenizedPrompt,
     Usage,
 )
-from ragserve.index import ScoredChunk
-from ragserve.pipeline import AnswerStream, Done, RagTimings, Retrieved
-from ragserve.prompting import PromptTemplate
-from ragserve.tracing import GenerationRecord, GenerationTracer
+from ragserve.prompting.template import PromptTemplate
 
+from ..documents.document import Chunk
+from ..observability.records import GenerationRecord
+from ..observability.tracing import GenerationTracer
+from ..pipeline.answer import Done, RagTimings, Retrieved
+from ..pipeline.answer_stream import AnswerStream
+from ..retrieval.retriever import ScoredChunk
 from .problem import Problem
 from .protocol import GivenDocument
 from .sources import source_data

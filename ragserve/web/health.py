@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from ragserve.engine import Engine
-from ragserve.pipeline import RagPipeline
+from ragserve.pipeline.rag_pipeline import RagPipeline
 
 __all__ = ["health_of"]
 

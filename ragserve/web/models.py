@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TypeAlias
 
 from ragserve.engine import Engine, InvalidParamsError
-from ragserve.pipeline import RagPipeline
+from ragserve.pipeline.rag_pipeline import RagPipeline
 
 from .problem import Problem
 from .protocol import Bounds

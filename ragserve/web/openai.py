@@ -28,10 +28,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ragserve.engine import Engine, InvalidParamsError, PromptLike, SamplingParams, TokenizedPrompt
-from ragserve.metrics import Metrics
-from ragserve.pipeline import RagPipeline
-from ragserve.prompting import PromptTemplate
-from ragserve.tracing import GenerationTracer
+from ragserve.observability.metrics import Metrics
+from ragserve.observability.tracing import GenerationTracer
+from ragserve.pipeline.rag_pipeline import RagPipeline
+from ragserve.prompting.template import PromptTemplate
 
 from .bodies import BodyLimits, json_response, off_loop, to_json
 from .endpoint import Answer, Asking, Endpoint, Rules

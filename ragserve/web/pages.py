@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ragserve.engine import Engine
-from ragserve.metrics import Metrics
-from ragserve.pipeline import RagPipeline
+from ragserve.observability.metrics import Metrics
+from ragserve.pipeline.rag_pipeline import RagPipeline
 
 from .bodies import json_response
 from .health import health_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ragserve.documents import Chunk
+from ..documents.document import Chunk
 
 __all__ = ["source_data"]
 

@@ -33,8 +33,9 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from ragserve.engine import Completion, Delta, EngineClosedError, Stream
-from ragserve.pipeline import AnswerStream, Done, RagTimings, Retrieved, Source
 
+from ..pipeline.answer import Done, RagTimings, Retrieved, Source
+from ..pipeline.answer_stream import AnswerStream
 from .errors import ClientLeftError, error_response, public_message, public_type, status_of
 from .sources import source_data
 

@@ -9,7 +9,7 @@ from typing import Final, Protocol
 
 from ragserve.engine import STAGE_BOUNDARIES, Distribution, Histogram, Listeners
 
-from .tracing import AheadOutcome, AheadRecord
+from .records import AheadOutcome, AheadRecord
 
 __all__ = ["AnswerListener", "FinishedAnswer", "PipelineRecorder", "PipelineStatistics"]
 
@@ -41,7 +41,7 @@ class PipelineStatistics:
     """Making and tokenizing the prompt."""
     num_ahead: dict[AheadOutcome, int] = field(default_factory=dict)
     """Answers by what came of computing the beginning of their prompts ahead (see
-    `ragserve.tracing.AheadOutcome`); those that were to do so."""
+    `ragserve.observability.AheadOutcome`); those that were to do so."""
     ahead_computed_tokens: int = 0
     """Prompt tokens computed ahead."""
     ahead_found_tokens: int = 0

@@ -22,8 +22,8 @@ import anyio
 
 from ragserve.engine import Engine, Stream, TokenizedPrompt
 
-from .tracing import AheadRecord, error_type
-from .workers import Workers
+from ..observability.records import AheadRecord, error_type
+from ..workers import Workers
 
 __all__ = ["PrefillAhead", "Recent", "beginning", "beside", "normalized"]
 

@@ -2,43 +2,31 @@
 
 from __future__ import annotations
 
-import inspect
 import os
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, Self, TypeAlias, runtime_checkable
+from typing import Any, Final, Self
 
 import numpy as np
 
 from ragserve.engine import InvalidParamsError, RagserveError
 
-from .documents import Chunk, Document, TokenSplitter
-from .embedding import Embedder, Vectors, check_embedder, check_vectors, lone_surrogate
+from ..documents.document import Chunk, Document
+from ..documents.token_splitter import TokenSplitter
+from ..workers import HomeProcess, Places, Workers
+from .embedder import Embedder, Vectors, check_embedder, check_vectors, lone_surrogate
 from .index_files import IndexLoadError, read_index, read_meta, write_index
-from .workers import HomeProcess, Places, Workers
+from .retriever import (
+    ChunkFilter,
+    Query,
+    ScoredChunk,
+    check_filter,
+)
 
-__all__ = [
-    "ChunkFilter",
-    "DuplicateChunkError",
-    "FaissIndex",
-    "IndexLoadError",
-    "IndexMismatchError",
-    "Query",
-    "Retriever",
-    "ScoredChunk",
-    "StagedRetriever",
-    "check_filter",
-    "check_retriever",
-]
-
-Query: TypeAlias = str | Vectors
-"""What is looked for: a text, or its vector."""
-
-ChunkFilter: TypeAlias = Callable[[Chunk], bool]
-"""Says whether a chunk may be found."""
+__all__ = ["DuplicateChunkError", "FaissIndex", "IndexLoadError", "IndexMismatchError"]
 
 _BATCH: Final = 256
 """Chunks embedded between two reports of progress."""
@@ -65,72 +53,6 @@ class DuplicateChunkError(RagserveError, ValueError):
 
 class IndexMismatchError(IndexLoadError):
     """The index's vectors are not of the embedder's space; searching it would find noise."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScoredChunk:
-    """A chunk that was found.
-
-    :param score: similarity to the query; more is better. Cosine for `FaissIndex`.
-    """
-
-    chunk: Chunk
-    score: float
-
-
-class Retriever(Protocol):
-    """Finds chunks for a query. If it has an `embedder`, a pipeline embeds with that first."""
-
-    @property
-    def name(self) -> str:
-        """How traces call it."""
-
-    async def retrieve(
-        self, query: Query, *, top_k: int, filter: ChunkFilter | None = None
-    ) -> Sequence[ScoredChunk]:
-        """At most `top_k` chunks, the best first."""
-
-
-@runtime_checkable
-class StagedRetriever(Retriever, Protocol):
-    """A retriever that has a first idea soon, as one whose results are ranked anew later.
-
-    A pipeline has the beginning of the prompt computed by what it knows, in the meantime.
-    """
-
-    def retrieve_stages(
-        self, query: Query, *, top_k: int, filter: ChunkFilter | None = None
-    ) -> AsyncIterator[Sequence[ScoredChunk]]:
-        """Provisional results, then the final ones, which are what `retrieve` gives."""
-
-
-def check_retriever(index: object) -> None:
-    """Check that something is a `Retriever`.
-
-    :raises InvalidParamsError: if it lacks one of its parts; names it, and what is one.
-    """
-    allowed = "a Retriever, like FaissIndex(embedder)"
-    if inspect.isawaitable(index):
-        raise InvalidParamsError("index", index, f"{allowed}: write `await` before it")
-    if isinstance(index, type):
-        raise InvalidParamsError("index", index, f"{allowed}, not the class")
-    if not callable(getattr(index, "retrieve", None)):
-        raise InvalidParamsError("index", index, f"{allowed}: it has no retrieve(query, top_k=)")
-    if not isinstance(getattr(index, "name", None), str):
-        raise InvalidParamsError("index", index, f"{allowed}: it has no name, for traces")
-
-
-def check_filter(filter: object) -> None:
-    """Check that something can be called, as a `ChunkFilter` is.
-
-    :raises InvalidParamsError: if it is neither that nor None.
-    """
-    if filter is not None and (not callable(filter) or isinstance(filter, type)):
-        raise InvalidParamsError(
-            "filter",
-            filter,
-            'a function of a chunk, like lambda chunk: chunk.metadata["year"] == 2024, or None',
-        )
 
 
 class FaissIndex:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from string import Formatter
@@ -12,66 +12,10 @@ from typing import Any, Protocol, TypeAlias
 
 from ragserve.engine import InvalidParamsError, check_text
 
+from .document import DOCUMENT_FORMAT, Chunk, Document, check_document
 from .packing import Packing
 
-__all__ = [
-    "Chunk",
-    "Document",
-    "DocumentTemplate",
-    "TokenCounter",
-    "TokenEncoder",
-    "TokenSplitter",
-    "check_document",
-]
-
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """A text to be found again.
-
-    :param id: unique within an index.
-    :param metadata: anything JSON can hold; every chunk of the document carries it.
-    """
-
-    id: str
-    text: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A piece of a document: what is embedded, retrieved and put into a prompt.
-
-    :param id: unique within an index.
-    :param document_id: id of the `Document` it was cut from.
-    :param index: its place in the document, from 0.
-    """
-
-    id: str
-    document_id: str
-    text: str
-    index: int = 0
-    metadata: Mapping[str, Any] = field(default_factory=dict)
-
-
-def check_document(document: Document) -> None:
-    """Check that a document is one: a `Document` with strings that can be encoded.
-
-    :raises InvalidParamsError: if it isn't, or its id, its text or a string in its metadata has a
-        lone surrogate in it; names the document.
-    """
-    if not isinstance(document, Document):
-        raise InvalidParamsError("document", document, 'a Document, like Document("1", "text")')
-    check_text("document id", document.id)
-    check_text(f"text of document {document.id!r}", document.text)
-    if not isinstance(document.metadata, Mapping):
-        raise InvalidParamsError(
-            f"metadata of document {document.id!r}", document.metadata, "a mapping"
-        )
-    for key, value in document.metadata.items():
-        check_text(f"metadata of document {document.id!r}", key)
-        if isinstance(value, str):
-            check_text(f"metadata[{key!r}] of document {document.id!r}", value)
+__all__ = ["DocumentTemplate", "TokenCounter", "TokenEncoder", "TokenSplitter"]
 
 
 class TokenEncoder(Protocol):
@@ -222,11 +166,9 @@ class TokenSplitter:
             raise InvalidParamsError(
                 "block_size", block_size, f"from 1 to chunk_tokens = {chunk_tokens}"
             )
-        if block_size is not None and template is None:
-            from .prompting import PromptTemplate  # which imports this module
-
-            template = PromptTemplate()
         self._format = None if template is None else template.document_format
+        if block_size is not None and template is None:
+            self._format = DOCUMENT_FORMAT
         if self._format is not None and "id" in _placeholders(self._format):
             raise InvalidParamsError(
                 "template",

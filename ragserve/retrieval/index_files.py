@@ -26,7 +26,7 @@ import numpy as np
 
 from ragserve.engine import InvalidParamsError, RagserveError
 
-from .documents import Chunk
+from ..documents.document import Chunk
 
 __all__ = ["IndexLoadError", "SavedIndex", "Snapshot", "read_index", "read_meta", "write_index"]
 
