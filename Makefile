@@ -70,7 +70,7 @@ fuzz: $(INSTALLED)
 	$(PY) fuzz run --minutes $(MINUTES) $(FUZZ_ARGS)
 
 soak-core: $(INSTALLED)
-	$(PY) tests/soak_core.py --minutes $(MINUTES) --jobs $(shell nproc)
+	$(PY) tests/engine/runtime/soak_core.py --minutes $(MINUTES) --jobs $(shell nproc)
 
 sanitize: $(INSTALLED)
 	$(PY) fuzz/sanitize.py

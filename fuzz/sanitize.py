@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FUZZ = ROOT / "fuzz"
 BUILD = ROOT / "build" / "sanitize"
 SOURCE = ROOT / "kernels" / "cpu" / "native.c"
-TESTS = [ROOT / "tests" / "test_native.py", FUZZ / "test_kernel_edges.py"]
+TESTS = [ROOT / "tests" / "kernels" / "test_native.py", FUZZ / "test_kernel_edges.py"]
 # As pyproject.toml builds it, at a level where the sanitizers still name lines.
 FLAGS = [
     "-shared",

@@ -1,7 +1,7 @@
 """Shapes and values at the kernels' edges; `fuzz/sanitize.py` runs them under sanitizers.
 
 They check that finite inputs give finite results and that rows do not disturb each other; whether
-the values are right is what `tests/test_native.py` asks.
+the values are right is what `tests/kernels/test_native.py` asks.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ a small buffer of the device, at the speed of its memory, and the copy engine ta
 bus. Direct: the kernel itself reads or writes the host's memory. Blocks leave staged, for writes
 of a kernel over the bus slow down whatever else computes. They come back directly: somebody waits
 for them, and what is staged has to find room on the multiprocessors again and again (see
-`benchmarks/gpu_swap.py`).
+`benchmarks/gpu/gpu_swap.py`).
 """
 
 from __future__ import annotations

@@ -87,7 +87,8 @@ class PromptTemplate:
     :param relevance_line: a format string of `ranking`, the documents' numbers with the most
         relevant first, like "Most relevant first: {ranking}." A line before the question, where
         there are at least two documents. None is no such line. Try it with your model before you
-        use it: the smallest ones may answer with the ranking (see `benchmarks/order_quality.py`).
+        use it: the smallest ones may answer with the ranking (see
+        `benchmarks/documents/order_quality.py`).
     :param chat_template_kwargs: passed to the chat template, like `{"enable_thinking": False}`.
     :raises InvalidParamsError: if a format string lacks its `text`, `question` or `ranking`, or is
         broken; or there is no such order.

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.types import Receive
 
 from .errors import ClientLeftError
-from .jsontext import parse_json
+from .json_text import parse_json
 from .problem import Problem
 
 __all__ = [
