@@ -18,9 +18,9 @@ from typing import Any, NoReturn
 import anyio
 import anyio.to_thread
 
-from .cache.block_hash import BlockKey
+from .cache.block_hash import BlockHash
 from .cache.block_pool import BlockPool
-from .cache.probe import PrefixProbe, SegmentKeys
+from .cache.probe import PrefixProbe, SegmentHashes
 from .config import EngineConfig
 from .errors import EngineClosedError, EngineDeadError, InvalidParamsError
 from .outputs import Completion
@@ -162,7 +162,7 @@ class Engine:
         )
         self._driver = Driver(self._core, f"ragserve engine ({loaded.name})")
         self._preparation = Preparation(loaded, self.config, self._driver)
-        self._segment_keys = SegmentKeys(config.block_size)
+        self._segment_keys = SegmentHashes(config.block_size)
         self._mailboxes: weakref.WeakValueDictionary[object, Mailbox] = (
             weakref.WeakValueDictionary()
         )
@@ -357,7 +357,7 @@ class Engine:
         :raises InvalidParamsError: if more than half of the pool would be pinned.
         :raises: what `prefill` raises.
         """
-        tokenized, keys = await self._preparation.block_keys(prompt, namespace)
+        tokenized, keys = await self._preparation.block_hashes(prompt, namespace)
         blocks = PinnedBlocks(keys)
 
         def release() -> None:
@@ -384,7 +384,7 @@ class Engine:
         is_cached = pool.__contains__
         if tiers is not None:
 
-            def is_cached(key: BlockKey) -> bool:
+            def is_cached(key: BlockHash) -> bool:
                 return key in pool or key in tiers
 
         return PrefixProbe(is_cached, self.config.block_size, namespace, self._segment_keys)

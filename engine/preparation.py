@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import anyio
 
-from .cache.block_hash import BlockKey, block_keys
+from .cache.block_hash import BlockHash, block_hashes
 from .cache.layout import BlockLayout
 from .config import EngineConfig
 from .errors import InvalidParamsError, PromptTooLongError, QueueTimeoutError
@@ -91,15 +91,15 @@ class Preparation:
         """
         return await self._work(prompt, namespace, lambda tokenizer: tokenizer.tokenize(prompt))
 
-    async def block_keys(
+    async def block_hashes(
         self, prompt: PromptLike | TokenizedPrompt, namespace: str
-    ) -> tuple[TokenizedPrompt, list[BlockKey]]:
+    ) -> tuple[TokenizedPrompt, list[BlockHash]]:
         """Encode a prompt, and name its blocks as if another segment followed. Raises the same."""
 
-        def work(tokenizer: Tokenizer) -> tuple[TokenizedPrompt, list[BlockKey]]:
+        def work(tokenizer: Tokenizer) -> tuple[TokenizedPrompt, list[BlockHash]]:
             tokenized = tokenizer.tokenize(prompt)
             layout = BlockLayout(tokenized.segment_lengths, self._config.block_size, closed=True)
-            return tokenized, block_keys(tokenized.packed(), layout, namespace)
+            return tokenized, block_hashes(tokenized.packed(), layout, namespace)
 
         return await self._work(prompt, namespace, work)
 

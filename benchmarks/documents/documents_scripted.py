@@ -27,9 +27,9 @@ from ragserve.engine import (
     StepResult,
     TokenizedPrompt,
 )
-from ragserve.engine.cache.block_hash import BlockKey
+from ragserve.engine.cache.block_hash import BlockHash
 from ragserve.engine.cache.block_pool import BlockPool
-from ragserve.engine.cache.probe import PrefixProbe, SegmentKeys
+from ragserve.engine.cache.probe import PrefixProbe, SegmentHashes
 from ragserve.engine.offload.host_tier import HostTier
 from ragserve.engine.offload.tiers import Tiers
 from ragserve.prompting import DocumentOrder, Popularity, order_documents
@@ -169,10 +169,10 @@ class _Desk:
         if tiers is not None:
             behind = tiers.__contains__
 
-            def is_cached(key: BlockKey) -> bool:
+            def is_cached(key: BlockHash) -> bool:
                 return key in self._pool or behind(key)
 
-        self._probe = PrefixProbe(is_cached, BLOCK_SIZE, "", SegmentKeys(BLOCK_SIZE))
+        self._probe = PrefixProbe(is_cached, BLOCK_SIZE, "", SegmentHashes(BLOCK_SIZE))
         self._count = itertools.count()
         self._segments: dict[tuple[int, int], array[int]] = {}
         self.reset()

@@ -9,19 +9,19 @@ from itertools import pairwise
 
 from .layout import BlockLayout
 
-__all__ = ["BlockKey", "block_keys", "chain_keys", "next_key", "root_key"]
+__all__ = ["BlockHash", "block_hashes", "chain_hashes", "next_hash", "root_hash"]
 
-BlockKey = bytes
+BlockHash = bytes
 """Names the content of a block: its own tokens, all tokens before, and the namespace."""
 
 
-def block_keys(
+def block_hashes(
     token_ids: Sequence[int],
     layout: BlockLayout,
     namespace: str,
     *,
-    known: Sequence[BlockKey] = (),
-) -> list[BlockKey]:
+    known: Sequence[BlockHash] = (),
+) -> list[BlockHash]:
     """Keys of all complete blocks of `token_ids`, in order.
 
     A key is BLAKE2b over (parent key, number of tokens, tokens); the first parent is a hash of
@@ -31,14 +31,16 @@ def block_keys(
     :param known: keys of the first blocks, computed before.
     """
     keys = list(known)
-    parent = keys[-1] if keys else root_key(namespace)
+    parent = keys[-1] if keys else root_hash(namespace)
     complete = layout.num_complete(len(token_ids))
     ends = [*layout.starts(complete), layout.start(complete)][len(keys) :]
-    return keys + chain_keys(parent, token_ids, ends)
+    return keys + chain_hashes(parent, token_ids, ends)
 
 
-def chain_keys(parent: BlockKey, token_ids: Sequence[int], ends: Sequence[int]) -> list[BlockKey]:
-    """Keys of consecutive blocks (see `block_keys`).
+def chain_hashes(
+    parent: BlockHash, token_ids: Sequence[int], ends: Sequence[int]
+) -> list[BlockHash]:
+    """Keys of consecutive blocks (see `block_hashes`).
 
     :param ends: where the blocks begin in `token_ids`, and, at the end, where the last one ends.
     """
@@ -51,13 +53,13 @@ def chain_keys(parent: BlockKey, token_ids: Sequence[int], ends: Sequence[int]) 
     return keys
 
 
-def root_key(namespace: str) -> BlockKey:
-    """What stands for the parent of a prompt's first block (see `block_keys`)."""
+def root_hash(namespace: str) -> BlockHash:
+    """What stands for the parent of a prompt's first block (see `block_hashes`)."""
     return hashlib.blake2b(
         namespace.encode("utf-8", "surrogatepass"), digest_size=32, person=b"ragserve-kv-root"
     ).digest()
 
 
-def next_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:
-    """Key of the block of `token_ids` that follows the one of `parent` (see `block_keys`)."""
-    return chain_keys(parent, token_ids, (0, len(token_ids)))[0]
+def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """Key of the block of `token_ids` that follows the one of `parent` (see `block_hashes`)."""
+    return chain_hashes(parent, token_ids, (0, len(token_ids)))[0]

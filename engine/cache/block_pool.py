@@ -1,6 +1,6 @@
 """Blocks of KV memory as numbers: who holds each, which prefix each one stores, who goes next.
 
-Pure bookkeeping; the tensors are in `kv_cache.py`. A block is in exactly one of three states:
+Pure bookkeeping; the tensors are in `cpu/` and `gpu/`. A block is in exactly one of three states:
 
     free      nobody holds it, it stores nothing worth keeping
     cached    nobody holds it, but a key finds it: a later request with that prefix may take it
@@ -26,9 +26,9 @@ from math import log2
 from typing import TypeAlias
 
 from ..prompt import Retention
-from .block_hash import BlockKey
+from .block_hash import BlockHash
 from .eviction import PINNED_LEVEL, IdleBlocks
-from .retention import NO_RETENTION, Keep
+from .retention import NO_RETENTION, RetentionPolicy
 
 __all__ = ["BlockPool", "Place", "PoolStatistics"]
 
@@ -77,7 +77,7 @@ class BlockPool:
         # A stack, lowest number on top: memory is touched only as far as it was ever needed.
         self._free = list(range(num_blocks - 1, -1, -1))
         self._references = [0] * num_blocks
-        self._key_of: list[BlockKey | None] = [None] * num_blocks
+        self._key_of: list[BlockHash | None] = [None] * num_blocks
         self._keep = [NO_RETENTION] * num_blocks
         self._base = [0.0] * num_blocks
         """Logarithms, to the base of 2: what a use of it is worth, by its class and its cost."""
@@ -87,13 +87,13 @@ class BlockPool:
         self._heat = [0.0] * num_blocks
         """Logarithms: of the score, as seen from the pool's beginning."""
         self._num_allocated = 0
-        self._block_of: dict[BlockKey, int] = {}
+        self._block_of: dict[BlockHash, int] = {}
         self._idle = IdleBlocks()
         self._evictions = 0
-        self._evicted: OrderedDict[BlockKey, tuple[float, float]] = OrderedDict()
+        self._evicted: OrderedDict[BlockHash, tuple[float, float]] = OrderedDict()
         """Score and last use of what was evicted, the latest last."""
-        self._pins: Counter[BlockKey] = Counter()
-        self._wanted: Counter[BlockKey] = Counter()
+        self._pins: Counter[BlockHash] = Counter()
+        self._wanted: Counter[BlockHash] = Counter()
         """What requests that wait would find, and how many of them."""
         self._leases: list[tuple[int, int, int]] = []
         """A heap of (monotonic nanoseconds, number, block): when an idle block's retention may
@@ -112,11 +112,11 @@ class BlockPool:
         """Keys that are pinned, whether their blocks are there or not."""
         return len(self._pins)
 
-    def __contains__(self, key: BlockKey) -> bool:
+    def __contains__(self, key: BlockHash) -> bool:
         """Whether a block is found under the key. From any thread."""
         return key in self._block_of
 
-    def find(self, keys: Iterable[BlockKey]) -> list[int]:
+    def find(self, keys: Iterable[BlockHash]) -> list[int]:
         """Blocks of the longest prefix of `keys` that is stored. Does not change the pool.
 
         The blocks are only safe to use once they are acquired.
@@ -129,7 +129,7 @@ class BlockPool:
             blocks.append(block)
         return blocks
 
-    def num_found(self, keys: Sequence[BlockKey], most: int | None = None) -> int:
+    def num_found(self, keys: Sequence[BlockHash], most: int | None = None) -> int:
         """About how many blocks `find` would give, by bisection: a few look-ups however many keys.
 
         Exact unless a block's prefix was evicted and it was not.
@@ -139,7 +139,7 @@ class BlockPool:
         end = len(keys) if most is None else min(most, len(keys))
         return bisect_left(keys, True, 0, end, key=lambda key: key not in self._block_of)
 
-    def block_of(self, key: BlockKey) -> int | None:
+    def block_of(self, key: BlockHash) -> int | None:
         """The block that is found under a key."""
         return self._block_of.get(key)
 
@@ -147,7 +147,7 @@ class BlockPool:
         """How many of `blocks` nobody holds: acquiring them makes that many fewer available."""
         return sum(1 for block in blocks if self._references[block] == 0)
 
-    def was_evicted(self, key: BlockKey) -> bool:
+    def was_evicted(self, key: BlockHash) -> bool:
         """Whether a block with this key made room for another, and that is not forgotten."""
         return key in self._evicted
 
@@ -229,7 +229,7 @@ class BlockPool:
         self._num_allocated += count
         return blocks
 
-    def publish(self, block: int, key: BlockKey, keep: Keep, cost: float = 1.0) -> None:
+    def publish(self, block: int, key: BlockHash, keep: RetentionPolicy, cost: float = 1.0) -> None:
         """Make a held block's content findable under `key`, now that it is complete.
 
         If another block has that key already, that one stays the one that is found and this one
@@ -252,7 +252,7 @@ class BlockPool:
         else:
             self.retain([found], keep)
 
-    def retain(self, blocks: Sequence[int], keep: Keep) -> None:
+    def retain(self, blocks: Sequence[int], keep: RetentionPolicy) -> None:
         """Keep blocks that are found, in sequence order, at least as long as `keep` says."""
         for block in reversed(blocks):
             known = self._keep[block]
@@ -273,11 +273,11 @@ class BlockPool:
         that was computed and never found."""
         return self._score[block]
 
-    def keep_of(self, block: int) -> Keep:
+    def retention_of(self, block: int) -> RetentionPolicy:
         """How long a block that is found is kept."""
         return self._keep[block]
 
-    def key_of(self, block: int) -> BlockKey | None:
+    def hash_of(self, block: int) -> BlockHash | None:
         """The key that a block is found under; None if it is not."""
         return self._key_of[block]
 
@@ -312,13 +312,13 @@ class BlockPool:
 
     # -- what is to stay ------------------------------------------------------------------
 
-    def pin(self, keys: Sequence[BlockKey]) -> None:
+    def pin(self, keys: Sequence[BlockHash]) -> None:
         """Let the blocks of `keys`, in sequence order, go only after all others. Counts: unpin as
         often."""
         self._pins.update(keys)
         self._place_again(keys)
 
-    def unpin(self, keys: Sequence[BlockKey]) -> None:
+    def unpin(self, keys: Sequence[BlockHash]) -> None:
         """Let the blocks of `keys` go like others."""
         for key in keys:
             self._pins[key] -= 1
@@ -326,11 +326,11 @@ class BlockPool:
                 del self._pins[key]
         self._place_again(keys)
 
-    def protect(self, keys: Iterable[BlockKey]) -> None:
+    def protect(self, keys: Iterable[BlockHash]) -> None:
         """Let the blocks of `keys` go only after those that nobody waits for. Counts."""
         self._wanted.update(keys)
 
-    def unprotect(self, keys: Iterable[BlockKey]) -> None:
+    def unprotect(self, keys: Iterable[BlockHash]) -> None:
         """Who waited for `keys` does not any more."""
         for key in keys:
             self._wanted[key] -= 1
@@ -377,7 +377,7 @@ class BlockPool:
         )
 
     def check_integrity(
-        self, held: Iterable[Sequence[int]] = (), wanted: Iterable[BlockKey] | None = None
+        self, held: Iterable[Sequence[int]] = (), wanted: Iterable[BlockHash] | None = None
     ) -> None:
         """Check that the states partition the pool and the counts equal the holders.
 
@@ -450,7 +450,7 @@ class BlockPool:
         pinned = bool(self._pins) and self._key_of[block] in self._pins
         self._idle.add(block, level, pinned=pinned)
 
-    def _change_keep(self, block: int, keep: Keep) -> None:
+    def _change_keep(self, block: int, keep: RetentionPolicy) -> None:
         change = _LOG_WEIGHTS[keep.retention] - _LOG_WEIGHTS[self._keep[block].retention]
         self._keep[block] = keep
         self._base[block] += change
@@ -459,7 +459,7 @@ class BlockPool:
             level = self._idle.remove(block)
             self._become_idle(block, level + self._steps(change), time.monotonic_ns())
 
-    def _place_again(self, keys: Sequence[BlockKey]) -> None:
+    def _place_again(self, keys: Sequence[BlockHash]) -> None:
         """Whether the blocks of a prefix are pinned has changed."""
         level, now = _LOWEST, time.monotonic_ns()
         for key in reversed(keys):
@@ -477,7 +477,7 @@ class BlockPool:
             # It may have been used since.
             if self._lease_of.get(block) == (end, number):
                 del self._lease_of[block]
-                self._change_keep(block, Keep(self._keep[block].otherwise))
+                self._change_keep(block, RetentionPolicy(self._keep[block].otherwise))
 
     def _is_wanted(self, block: int) -> bool:
         return self._key_of[block] in self._wanted

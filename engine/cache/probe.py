@@ -5,12 +5,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 
-from .block_hash import BlockKey, chain_keys, next_key, root_key
+from .block_hash import BlockHash, chain_hashes, next_hash, root_hash
 
-__all__ = ["PrefixProbe", "SegmentKeys"]
+__all__ = ["PrefixProbe", "SegmentHashes"]
 
 
-class SegmentKeys:
+class SegmentHashes:
     """Keys of segments behind what stood before them, as they were asked for last.
 
     To hash a document takes longer than to look whether its blocks are cached, and the same ones
@@ -22,9 +22,9 @@ class SegmentKeys:
     def __init__(self, block_size: int, capacity: int = 1024) -> None:
         self._block_size = block_size
         self._capacity = capacity
-        self._known: dict[bytes, list[BlockKey]] = {}
+        self._known: dict[bytes, list[BlockHash]] = {}
 
-    def __call__(self, parent: BlockKey, token_ids: Sequence[int]) -> list[BlockKey]:
+    def __call__(self, parent: BlockHash, token_ids: Sequence[int]) -> list[BlockHash]:
         """The keys of all blocks of a segment that another one follows. Not to be changed."""
         if not (isinstance(token_ids, array) and token_ids.itemsize == 4):
             token_ids = array("I", token_ids)
@@ -32,7 +32,7 @@ class SegmentKeys:
         keys = self._known.get(name)
         if keys is None:
             ends = [*range(0, len(token_ids), self._block_size), len(token_ids)]
-            keys = chain_keys(parent, token_ids, ends)
+            keys = chain_hashes(parent, token_ids, ends)
             if len(self._known) >= self._capacity:
                 self._known = {}
             self._known[name] = keys
@@ -53,22 +53,22 @@ class PrefixProbe:
 
     def __init__(
         self,
-        is_cached: Callable[[BlockKey], bool],
+        is_cached: Callable[[BlockHash], bool],
         block_size: int,
         namespace: str,
-        keys_of: SegmentKeys,
+        keys_of: SegmentHashes,
     ) -> None:
         self._is_cached = is_cached
         self._block_size = block_size
         self._keys_of = keys_of
-        self.root = root_key(namespace)
+        self.root = root_hash(namespace)
         """The key before the first segment."""
 
-    def begins(self, parent: BlockKey, token_ids: Sequence[int]) -> bool:
+    def begins(self, parent: BlockHash, token_ids: Sequence[int]) -> bool:
         """Whether the first block of a segment of these tokens is cached behind `parent`."""
-        return self._is_cached(next_key(parent, token_ids[: self._block_size]))
+        return self._is_cached(next_hash(parent, token_ids[: self._block_size]))
 
-    def extend(self, parent: BlockKey, token_ids: Sequence[int]) -> tuple[BlockKey, int]:
+    def extend(self, parent: BlockHash, token_ids: Sequence[int]) -> tuple[BlockHash, int]:
         """Go on by a segment that another one follows.
 
         :param parent: `root`, or what this gave for the segment before.

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from ..prompt import Retention
 
-__all__ = ["NO_RETENTION", "Keep"]
+__all__ = ["NO_RETENTION", "RetentionPolicy"]
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class RetentionPolicy:
     """How long a segment's cached blocks are to be kept.
 
     :param retention: the class they are kept in.
@@ -23,5 +23,5 @@ class Keep:
     otherwise: Retention = Retention.ANSWER
 
 
-NO_RETENTION = Keep(Retention.ANSWER)
+NO_RETENTION = RetentionPolicy(Retention.ANSWER)
 """Of what no segment asks to be kept: an answer's blocks."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from ragserve.kernels.triton import prefill_tiles
 
 from ..scheduling.plan import ScheduledChunk
-from .slots import Seats
+from .seats import Seats
 
 __all__ = ["BatchLayout", "BatchTensors", "PackedBatch", "pack_batch"]
 

@@ -12,7 +12,7 @@ from ragserve.kernels import triton as ops
 
 from ..models.config import ModelConfig
 from ..scheduling.plan import ScheduledChunk
-from .slots import Seats
+from .seats import Seats
 from .stream import DeviceStream, Staging
 
 __all__ = ["Cascade"]

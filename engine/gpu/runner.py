@@ -35,7 +35,7 @@ from .cascade import Cascade
 from .decoder import GPUDecoder, Residual
 from .graphs import DecodeStep, StepGraphs, batch_sizes, mixed_layouts
 from .memory import release_memory, tensor_bytes
-from .slots import Seats, samples_on_host
+from .seats import Seats, samples_on_host
 from .stream import DeviceStream, Staging
 
 __all__ = ["GPURunner"]

@@ -34,7 +34,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ..cache.block_hash import BlockKey
+    from ..cache.block_hash import BlockHash
 
 __all__ = ["BlockFile", "BrokenBlockError"]
 
@@ -70,7 +70,7 @@ class BlockFile:
         self._header_bytes = len(self._header(bytes(_KEY_BYTES), 0))
         self.num_bytes = self._header_bytes + block_bytes
 
-    def write(self, descriptor: int, key: BlockKey, data: NDArray[np.uint8]) -> None:
+    def write(self, descriptor: int, key: BlockHash, data: NDArray[np.uint8]) -> None:
         """Write a block to an open, empty file.
 
         :param data: [block_bytes], contiguous.
@@ -80,7 +80,7 @@ class BlockFile:
             while view:
                 view = view[os.write(descriptor, view) :]
 
-    def read(self, path: Path, key: BlockKey, data: NDArray[np.uint8]) -> None:
+    def read(self, path: Path, key: BlockHash, data: NDArray[np.uint8]) -> None:
         """Copy the block of a key from its file.
 
         What is checked is the copy, so that nothing can change between check and use.
@@ -112,7 +112,7 @@ class BlockFile:
         finally:
             os.close(descriptor)
 
-    def _header(self, key: BlockKey, checksum: int) -> bytes:
+    def _header(self, key: BlockHash, checksum: int) -> bytes:
         metadata = {**self._identity, "key": key.hex(), "crc32": f"{checksum:08x}"}
         tensor = {
             "dtype": "U8",

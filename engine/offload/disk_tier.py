@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ..cache.block_hash import BlockKey
+from ..cache.block_hash import BlockHash
 from ..errors import DiskCacheError
 from .block_file import BlockFile, BrokenBlockError
 from .tiers import BlockIO, TierName, TierStatistics
@@ -91,8 +91,8 @@ class DiskTier:
         self._slack = slack * self._file.num_bytes
         self._fitting = capacity_bytes // self._file.num_bytes - slack  # blocks that may stay
         self._memory = io.allocate(max(1, _STAGED_BYTES // io.block_bytes))
-        self._known: set[BlockKey] = set()
-        self._refused: set[BlockKey] = set()  # broken, and could not be deleted
+        self._known: set[BlockHash] = set()
+        self._refused: set[BlockHash] = set()  # broken, and could not be deleted
         self._used = 0  # bytes in the folder, as last seen
         self._unseen = 0  # bytes written since
         self._next_look = 0.0
@@ -106,12 +106,12 @@ class DiskTier:
         used = f"{self._used / 2**20:.0f}/{self._capacity / 2**20:.0f} MiB of the folder used"
         return f"<DiskTier {self._home} [{len(self._known)} blocks, {used}]>"
 
-    def __contains__(self, key: BlockKey) -> bool:
+    def __contains__(self, key: BlockHash) -> bool:
         """See `BlockStore.__contains__`; what others wrote since this last looked is not in it."""
         return key in self._known
 
     def save(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object
+        self, keys: Sequence[BlockHash], blocks: Sequence[int], io: BlockIO, after: object
     ) -> None:
         """See `BlockStore.save`. Of more blocks than the bound allows the first are kept."""
         if not self._usable:
@@ -142,7 +142,7 @@ class DiskTier:
                 )
 
     def load(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object
+        self, keys: Sequence[BlockHash], blocks: Sequence[int], io: BlockIO, after: object
     ) -> int:
         """See `BlockStore.load`."""
         if not self._usable:
@@ -264,7 +264,7 @@ class DiskTier:
         started = time.monotonic()
         if started < self._next_look and self._unseen <= self._capacity // _SLACK:
             return
-        known: set[BlockKey] = set()
+        known: set[BlockHash] = set()
         used = 0
         for home in _folders(self._folder, _IDENTITY):
             own = home.name == self._home.name
@@ -320,11 +320,11 @@ class DiskTier:
 
     # ---- one file ----
 
-    def _path(self, key: BlockKey) -> Path:
+    def _path(self, key: BlockHash) -> Path:
         name = key.hex()
         return self._home / name[:2] / (name + _SUFFIX)
 
-    def _touch(self, key: BlockKey, used_at: int) -> bool:
+    def _touch(self, key: BlockHash, used_at: int) -> bool:
         """Note that a block is used; whether it is there."""
         if key in self._refused:
             return False
@@ -338,7 +338,7 @@ class DiskTier:
         self._known.add(key)
         return True
 
-    def _write(self, key: BlockKey, row: int, used_at: int) -> None:
+    def _write(self, key: BlockHash, row: int, used_at: int) -> None:
         path = self._path(key)
         temporary = path.with_name(f".{key.hex()}.{os.getpid():x}-{secrets.token_hex(4)}.tmp")
         descriptor = self._create(temporary)
@@ -370,7 +370,7 @@ class DiskTier:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             return os.open(path, flags, 0o600)
 
-    def _read(self, key: BlockKey, row: int) -> bool:
+    def _read(self, key: BlockHash, row: int) -> bool:
         """Whether the block was there and intact, and is in the row now."""
         path = self._path(key)
         try:

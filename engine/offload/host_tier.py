@@ -7,7 +7,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from ..cache.block_hash import BlockKey
+from ..cache.block_hash import BlockHash
 from ..errors import InvalidParamsError
 from .tiers import BlockIO, TierName, TierStatistics
 
@@ -45,7 +45,7 @@ class HostTier:
                 f"at least the {io.block_bytes} bytes of one block, or 0 for no host tier",
             )
         self._memory = io.allocate(num_rows)
-        self._rows: OrderedDict[BlockKey, int] = OrderedDict()
+        self._rows: OrderedDict[BlockHash, int] = OrderedDict()
         """The least recently used first."""
         self._free = list(range(num_rows))
         """A heap: low rows first, so that what is saved together lies together."""
@@ -54,7 +54,7 @@ class HostTier:
         self._seconds_per_block: float | None = None
         self.measure(io)
 
-    def __contains__(self, key: BlockKey) -> bool:
+    def __contains__(self, key: BlockHash) -> bool:
         """Whether it holds the block. From any thread, without a lock."""
         return key in self._rows
 
@@ -79,11 +79,11 @@ class HostTier:
         self._seconds_per_block = min(times) / len(rows)
 
     def save(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object
+        self, keys: Sequence[BlockHash], blocks: Sequence[int], io: BlockIO, after: object
     ) -> None:
         """See `BlockStore.save`. The last are left out if there are more than rows."""
-        new: dict[BlockKey, int] = {}
-        known: list[BlockKey] = []
+        new: dict[BlockHash, int] = {}
+        known: list[BlockHash] = []
         for key, block in zip(reversed(keys), reversed(blocks), strict=True):
             if key not in self._rows:
                 new[key] = block
@@ -106,7 +106,7 @@ class HostTier:
         self._saved += len(taken)
 
     def load(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object
+        self, keys: Sequence[BlockHash], blocks: Sequence[int], io: BlockIO, after: object
     ) -> int:
         """See `BlockStore.load`. Of the blocks loaded the last counts as used first, as each is of
         use only with those before it."""

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from ..cache.block_hash import BlockKey
+from ..cache.block_hash import BlockHash
 from ..cache.block_pool import BlockPool
 from ..prompt import Retention
 from ..scheduling.request import Request
 from .tiers import BlockStore, TierName, Tiers, Transfer
 
-__all__ = ["Loaded", "Spill"]
+__all__ = ["Loaded", "OffloadPolicy"]
 
 _logger = logging.getLogger("ragserve")
 
@@ -52,7 +52,7 @@ class Loaded(NamedTuple):
     counts: bool
 
 
-class Spill:
+class OffloadPolicy:
     """Decides which blocks are moved between the pool and the tiers, and when."""
 
     def __init__(self, pool: BlockPool, tiers: Tiers) -> None:
@@ -63,7 +63,7 @@ class Spill:
         self._num_saving = 0
         """Blocks that saves hold."""
         self._most_saving = max(1, pool.num_blocks // _SAVING_SHARE)
-        self._unsaved: dict[BlockKey, None] = {}
+        self._unsaved: dict[BlockHash, None] = {}
         """To be written to the slowest tier, in this order. Their blocks are held by nobody for
         it, and are evicted after those that nobody wants."""
         self._lost = False
@@ -77,7 +77,7 @@ class Spill:
         return self._tiers.held
 
     @property
-    def unsaved(self) -> Iterable[BlockKey]:
+    def unsaved(self) -> Iterable[BlockHash]:
         """Keys of blocks that are spared until they are written."""
         return self._unsaved
 
@@ -94,7 +94,7 @@ class Spill:
         weight = min(1.0, num_tokens / 1024)
         self._seconds_per_token = measured if known is None else known + weight * (measured - known)
 
-    def num_to_load(self, keys: Sequence[BlockKey], tokens_of: Callable[[int], int]) -> int:
+    def num_to_load(self, keys: Sequence[BlockHash], tokens_of: Callable[[int], int]) -> int:
         """How many of the first blocks are in some tier, if loading is the faster way to have them.
 
         :param tokens_of: tokens in so many of them.
@@ -146,7 +146,7 @@ class Spill:
             block
             for block in pool.next_victims(_CANDIDATES)
             if self._is_worth_saving(block, store)
-            and (key := pool.key_of(block)) is not None
+            and (key := pool.hash_of(block)) is not None
             and key not in store
         ][:room]
         if blocks:
@@ -155,7 +155,7 @@ class Spill:
 
     def persist(self, blocks: Sequence[int]) -> None:
         """Copy blocks to the slowest tier, as soon as it takes them."""
-        keys = (self._pool.key_of(block) for block in blocks)
+        keys = (self._pool.hash_of(block) for block in blocks)
         new = [key for key in keys if key is not None and key not in self._unsaved]
         self._pool.protect(new)
         self._unsaved.update(dict.fromkeys(new))
@@ -201,7 +201,7 @@ class Spill:
         self._num_saving += len(blocks)
         for start in range(0, len(blocks), _SAVED_AT_ONCE):
             part = blocks[start : start + _SAVED_AT_ONCE]
-            keys = [key for block in part if (key := self._pool.key_of(block)) is not None]
+            keys = [key for block in part if (key := self._pool.hash_of(block)) is not None]
             transfers.append(self._tiers.save(store, keys, part, self._pool.hold(part)))
         return transfers
 
@@ -210,4 +210,4 @@ class Spill:
         # document; a disk is slower, and wears.
         always = Retention.DOCUMENT if store.name == "host" else Retention.SYSTEM
         pool = self._pool
-        return pool.score_of(block) >= _MIN_SCORE or pool.keep_of(block).retention >= always
+        return pool.score_of(block) >= _MIN_SCORE or pool.retention_of(block).retention >= always

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol, TypeAlias
 
-from ..cache.block_hash import BlockKey
+from ..cache.block_hash import BlockHash
 from ..cache.block_pool import Place
 
 if TYPE_CHECKING:
@@ -86,11 +86,11 @@ class BlockStore(Protocol):
 
     name: TierName
 
-    def __contains__(self, key: BlockKey) -> bool:
+    def __contains__(self, key: BlockHash) -> bool:
         """Whether it holds the block. From any thread, without a lock."""
 
     def save(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object
+        self, keys: Sequence[BlockHash], blocks: Sequence[int], io: BlockIO, after: object
     ) -> None:
         """Take copies of pool blocks; of those that are there already only the age changes. Its
         own oldest blocks go to make room.
@@ -100,7 +100,7 @@ class BlockStore(Protocol):
         """
 
     def load(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object
+        self, keys: Sequence[BlockHash], blocks: Sequence[int], io: BlockIO, after: object
     ) -> int:
         """Copy the longest prefix of `keys` that it holds intact into pool blocks.
 
@@ -145,7 +145,7 @@ class Transfer:
 
     def __init__(
         self,
-        keys: Sequence[BlockKey],
+        keys: Sequence[BlockHash],
         blocks: Sequence[int],
         store: BlockStore | None,
         after: object,
@@ -190,18 +190,18 @@ class Tiers:
             self._thread = threading.Thread(target=self._run, name="ragserve mover", daemon=True)
             self._thread.start()
 
-    def __contains__(self, key: BlockKey) -> bool:
+    def __contains__(self, key: BlockHash) -> bool:
         """Whether some tier holds the block. From any thread."""
         return any(key in store for store in self.stores)
 
-    def num_leading(self, keys: Sequence[BlockKey]) -> int:
+    def num_leading(self, keys: Sequence[BlockHash]) -> int:
         """How many of the first `keys` are in some tier."""
         for index, key in enumerate(keys):
             if key not in self:
                 return index
         return len(keys)
 
-    def seconds(self, keys: Sequence[BlockKey]) -> float:
+    def seconds(self, keys: Sequence[BlockHash]) -> float:
         """About how long a load of `keys` takes; 0 while nothing is known."""
         total = 0.0
         for store in self.stores:
@@ -221,7 +221,7 @@ class Tiers:
         return len(self._under_way)
 
     def load(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], places: Sequence[Place]
+        self, keys: Sequence[BlockHash], blocks: Sequence[int], places: Sequence[Place]
     ) -> Transfer:
         """Fill pool blocks, which are held for it, with what the tiers have under `keys`."""
         return self._start(Transfer(keys, blocks, None, self._io.mark(), places), 0)
@@ -229,7 +229,7 @@ class Tiers:
     def save(
         self,
         store: BlockStore,
-        keys: Sequence[BlockKey],
+        keys: Sequence[BlockHash],
         blocks: Sequence[int],
         places: Sequence[Place],
     ) -> Transfer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..cache.block_hash import BlockKey
+from ..cache.block_hash import BlockHash
 from ..errors import InvalidParamsError
 from .core import EngineCore
 
@@ -19,7 +19,7 @@ class PinnedBlocks:
     :param keys: of the blocks.
     """
 
-    def __init__(self, keys: Sequence[BlockKey]) -> None:
+    def __init__(self, keys: Sequence[BlockHash]) -> None:
         self._keys = keys
         self._taken = False
 

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from ..cache.block_pool import BlockPool
 from .request import Request
 
-__all__ = ["MAX_OVERTAKEN", "Admission"]
+__all__ = ["MAX_BYPASSES", "Admission"]
 
 _WINDOW = 32
 """Requests at the head of the queue that are compared: bounds the time that it takes."""
-MAX_OVERTAKEN = 4
+MAX_BYPASSES = 4
 """A request that so many later ones were started before is the next, whatever they find."""
 _PRESSURE = 4
 """Blocks are spared for who waits once less than one in so many is free."""
@@ -22,7 +22,7 @@ class Admission:
 
     Lower priority values go first. Of one priority go first those that were started before, and
     were preempted; then those that have been overtaken too often; then those with most tokens in
-    the cache; then the oldest. So nobody is overtaken more than `MAX_OVERTAKEN` times.
+    the cache; then the oldest. So nobody is overtaken more than `MAX_BYPASSES` times.
 
     :param by_hits: if False it is priority and age alone, and nothing is spared for anybody.
     """
@@ -50,7 +50,7 @@ class Admission:
             if other is request:
                 return
             if other.leader is None and other.sort_key[:2] == request.sort_key[:2]:
-                other.overtaken += 1
+                other.bypass_count += 1
 
     def protect(self, waiting: Sequence[Request]) -> None:
         """Spare what those that go on waiting would find, while blocks are scarce."""
@@ -72,7 +72,7 @@ class Admission:
         speculative, priority, number, _ = request.sort_key
         if request.timeline.first_scheduled is not None:
             return speculative, priority, 0, 0, number
-        if request.overtaken >= MAX_OVERTAKEN:
+        if request.bypass_count >= MAX_BYPASSES:
             return speculative, priority, 1, 0, number
         if request.awaits is not None:
             return speculative, priority, 3, 0, number  # it is passed over: nothing to look up

@@ -11,12 +11,12 @@ from ..prompt import SegmentKind
 from .history import PromptHistory
 from .request import PromptSegment, Request
 
-__all__ = ["ReuseRecorder"]
+__all__ = ["CacheReport"]
 
 _SLOWNESS: dict[ReuseSource, int] = {"device": 0, "host": 1, "disk": 2}
 
 
-class ReuseRecorder:
+class CacheReport:
     """Explains what each request finds, and counts it. Written by the engine's thread."""
 
     def __init__(self, pool: BlockPool) -> None:

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ..cache.block_hash import BlockKey, block_keys, next_key
+from ..cache.block_hash import BlockHash, block_hashes, next_hash
 from ..cache.layout import BlockLayout
-from ..cache.retention import NO_RETENTION, Keep
+from ..cache.retention import NO_RETENTION, RetentionPolicy
 from ..outputs import FinishReason, TokenLogprob
 from ..prompt import RETENTION_OF, SegmentKind, TokenizedPrompt
 from ..sampling_params import SamplingParams
@@ -43,7 +43,7 @@ class PromptSegment:
     kind: SegmentKind
     start: int
     end: int
-    keep: Keep
+    keep: RetentionPolicy
     digest: bytes
 
 
@@ -96,6 +96,7 @@ class Request:
         "awaits",
         "bad_word_ids",
         "blocks",
+        "bypass_count",
         "capacity",
         "eos_token_ids",
         "finish_reason",
@@ -115,7 +116,6 @@ class Request:
         "num_published",
         "number",
         "output_token_ids",
-        "overtaken",
         "params",
         "paused",
         "persist",
@@ -182,12 +182,12 @@ class Request:
         self.persist = persist
         self.layout: BlockLayout
         self.segments: tuple[PromptSegment, ...]
-        self.keys: list[BlockKey]
+        self.keys: list[BlockHash]
         if leader is None:
             packed = prompt.packed()
             self.layout = BlockLayout(prompt.segment_lengths, block_size, closed=prefill_only)
             self.segments = _segments(prompt, packed)
-            self.keys = block_keys(packed, self.layout, namespace)
+            self.keys = block_hashes(packed, self.layout, namespace)
         else:
             # The same prompt: it is hashed once, however many choices there are.
             self.layout, self.segments = leader.layout, leader.segments
@@ -216,9 +216,9 @@ class Request:
         """Tokens with which one more is complete."""
         self.promised_to = 0
         """Blocks from `num_published` to this are promised to others."""
-        self.protected: Sequence[BlockKey] = ()
+        self.protected: Sequence[BlockHash] = ()
         """Keys of blocks that are spared while it waits for them."""
-        self.overtaken = 0
+        self.bypass_count = 0
         """How often one that came later was started before it."""
         self.awaits: tuple[Request, int] | None = None
         """Who computes blocks that it waits for, and the index of the last of them."""
@@ -282,7 +282,7 @@ class Request:
             return self.output_token_ids[start - n : end - n]
         return self.prompt_token_ids[start:] + self.output_token_ids[: end - n]
 
-    def keep_of(self, block: int) -> Keep:
+    def retention_of(self, block: int) -> RetentionPolicy:
         """How long the sequence's `block`-th block is kept."""
         start = self.layout.start(block)
         for segment in self.segments:
@@ -297,10 +297,10 @@ class Request:
         if complete > 0 and not keys:
             # The first block was completed by the answer.
             tokens = self.tokens(0, self.num_tokens)
-            keys.extend(block_keys(tokens, layout, self.namespace))
+            keys.extend(block_hashes(tokens, layout, self.namespace))
         for index in range(len(keys), complete):
             tokens = self.tokens(layout.start(index), layout.start(index + 1))
-            keys.append(next_key(keys[-1], tokens))
+            keys.append(next_hash(keys[-1], tokens))
 
     def stamp(self) -> int:
         """Now, on the timeline's clock."""
@@ -319,10 +319,10 @@ def _segments(prompt: TokenizedPrompt, packed: array[int]) -> tuple[PromptSegmen
         reversed(lengths), reversed(kinds), reversed(retentions), reversed(seconds), strict=True
     ):
         own = RETENTION_OF[kind]
-        keep = Keep(own) if retention is None else Keep(retention, lease, own)
+        keep = RetentionPolicy(own) if retention is None else RetentionPolicy(retention, lease, own)
         # What comes after is found only through this.
         if after.retention > keep.retention:
-            keep = Keep(after.retention, after.seconds, keep.otherwise)
+            keep = RetentionPolicy(after.retention, after.seconds, keep.otherwise)
         after = keep
         start = end - length
         digest = hashlib.blake2b(packed[start:end], digest_size=16).digest()

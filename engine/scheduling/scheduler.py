@@ -27,15 +27,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 
-from ..cache.block_hash import BlockKey
+from ..cache.block_hash import BlockHash
 from ..cache.block_pool import BlockPool
 from ..config import EngineConfig
 from ..errors import InternalError
-from ..offload.policy import Spill
+from ..offload.policy import OffloadPolicy
 from ..offload.tiers import Tiers
 from ..outputs import FinishReason, ReuseSource
 from .admission import Admission
-from .cache_report import ReuseRecorder
+from .cache_report import CacheReport
 from .plan import ScheduledChunk, StepPlan, StepResult
 from .request import Request, RequestState
 from .timeline import Chunk
@@ -84,8 +84,8 @@ class Scheduler:
         self._order = itertools.count()
         self._shares = config.enable_prefix_caching and config.cache_policy == "cost_aware"
         self._admission = Admission(pool, by_hits=self._shares)
-        self._spill = None if tiers is None else Spill(pool, tiers)
-        self._promised: dict[BlockKey, Request] = {}
+        self._spill = None if tiers is None else OffloadPolicy(pool, tiers)
+        self._promised: dict[BlockHash, Request] = {}
         """Blocks that requests which run will compute, and who does."""
         self.waiting: list[Request] = []
         """Sorted by (priority, arrival)."""
@@ -101,7 +101,7 @@ class Scheduler:
         """Prompts to be computed, and no more, that were all in the cache."""
         self._broken: list[tuple[Request, InternalError]] = []
         self.num_preemptions = 0
-        self.reuse = ReuseRecorder(pool)
+        self.reuse = CacheReport(pool)
 
     @property
     def num_queued(self) -> int:
@@ -297,7 +297,7 @@ class Scheduler:
         return itertools.chain((request.blocks for request in self.live()), transfers)
 
     @property
-    def wanted(self) -> Iterator[BlockKey]:
+    def wanted(self) -> Iterator[BlockHash]:
         """Keys whose blocks are spared, as often as somebody wants that."""
         unsaved = () if self._spill is None else self._spill.unsaved
         return itertools.chain(unsaved, *(request.protected for request in self.waiting))
@@ -375,7 +375,7 @@ class Scheduler:
             self._pool.publish(
                 request.blocks[index],
                 request.keys[index],
-                request.keep_of(index),
+                request.retention_of(index),
                 self._cost(request, index),
             )
         self._note_published(request, complete)
@@ -660,7 +660,7 @@ class Scheduler:
     def _retain(self, request: Request, num_shared: int) -> None:
         """What it has found is kept as long as it says."""
         for index in range(num_shared - 1, -1, -1):
-            self._pool.retain([request.blocks[index]], request.keep_of(index))
+            self._pool.retain([request.blocks[index]], request.retention_of(index))
 
     def _note_complete(self, request: Request, blocks: list[int]) -> None:
         """All of a prompt that was only to be computed is there."""
@@ -706,7 +706,7 @@ class Scheduler:
             keys, lambda count: request.layout.start(num_shared + count) - start
         )
 
-    def _collect_loads(self, spill: Spill) -> None:
+    def _collect_loads(self, spill: OffloadPolicy) -> None:
         """Let requests go on whose blocks have come, or will not."""
         for request, num_loaded, tier, counts in spill.collect():
             there = request.num_published + num_loaded

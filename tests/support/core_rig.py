@@ -29,7 +29,7 @@ from ragserve.engine import (
     TokenizedPrompt,
     Update,
 )
-from ragserve.engine.cache.block_hash import BlockKey
+from ragserve.engine.cache.block_hash import BlockHash
 from ragserve.engine.cache.block_pool import BlockPool
 from ragserve.engine.cache.layout import BlockLayout
 from ragserve.engine.errors import InternalError
@@ -513,16 +513,16 @@ class Shelf:
     def __init__(self, name: TierName = "host", capacity: int = 1000) -> None:
         self.name = name
         self.capacity = capacity
-        self.kept: OrderedDict[BlockKey, NDArray[np.uint8]] = OrderedDict()
-        self.is_broken: Callable[[BlockKey], bool] = lambda key: False
+        self.kept: OrderedDict[BlockHash, NDArray[np.uint8]] = OrderedDict()
+        self.is_broken: Callable[[BlockHash], bool] = lambda key: False
         self.saved = self.loaded = self.evicted = 0
         self.seconds: float | None = None
 
-    def __contains__(self, key: BlockKey) -> bool:
+    def __contains__(self, key: BlockHash) -> bool:
         return key in self.kept
 
     def save(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object
+        self, keys: Sequence[BlockHash], blocks: Sequence[int], io: BlockIO, after: object
     ) -> None:
         memory = io.allocate(len(blocks))
         io.read(blocks, memory, range(len(blocks)), after)
@@ -534,7 +534,7 @@ class Shelf:
                 self.evicted += 1
 
     def load(
-        self, keys: Sequence[BlockKey], blocks: Sequence[int], io: BlockIO, after: object
+        self, keys: Sequence[BlockHash], blocks: Sequence[int], io: BlockIO, after: object
     ) -> int:
         for index, (key, block) in enumerate(zip(keys, blocks, strict=True)):
             if self.is_broken(key):

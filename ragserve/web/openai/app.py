@@ -31,7 +31,7 @@ from ragserve.engine import Engine, InvalidParamsError, PromptLike, SamplingPara
 from ragserve.observability.metrics import Metrics
 from ragserve.observability.tracing import GenerationTracer
 from ragserve.pipeline.rag_pipeline import RagPipeline
-from ragserve.prompting.template import PromptTemplate
+from ragserve.prompting import PromptTemplate
 
 from ..bodies import BodyLimits, json_response, off_loop, to_json
 from ..limits import ApiKey, Concurrency, Keyring, check_limit, check_priority, check_seconds

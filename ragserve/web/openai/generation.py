@@ -22,7 +22,7 @@ from ragserve.engine import (
     TokenizedPrompt,
     Usage,
 )
-from ragserve.prompting.template import PromptTemplate
+from ragserve.prompting import PromptTemplate
 
 from ...documents.document import Chunk
 from ...observability.records import GenerationRecord

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from ragserve.engine import Retention
-from ragserve.engine.cache.block_hash import BlockKey, block_keys
+from ragserve.engine.cache.block_hash import BlockHash, block_hashes
 from ragserve.engine.cache.block_pool import BlockPool
 from ragserve.engine.cache.layout import BlockLayout
-from ragserve.engine.cache.retention import Keep
+from ragserve.engine.cache.retention import RetentionPolicy
 
 # -- layout -------------------------------------------------------------------------------
 
@@ -70,9 +70,9 @@ def test_layout_at_block_boundaries(length: int) -> None:
 # -- keys ---------------------------------------------------------------------------------
 
 
-def keys_of(segments: list[list[int]], namespace: str = "", block_size: int = 4) -> list[BlockKey]:
+def keys_of(segments: list[list[int]], namespace: str = "", block_size: int = 4) -> list[BlockHash]:
     layout = BlockLayout([len(segment) for segment in segments], block_size)
-    return block_keys([t for segment in segments for t in segment], layout, namespace)
+    return block_hashes([t for segment in segments for t in segment], layout, namespace)
 
 
 def test_only_complete_blocks_have_keys_and_the_end_of_a_segment_completes_one() -> None:
@@ -111,8 +111,8 @@ def test_keys_are_equal_exactly_if_the_content_is(
     contents: list[tuple[list[list[int]], str]], block_size: int
 ) -> None:
     """Content: the namespace, and how all tokens up to the block's end lie in blocks."""
-    seen: dict[BlockKey, object] = {}
-    of_content: dict[object, BlockKey] = {}
+    seen: dict[BlockHash, object] = {}
+    of_content: dict[object, BlockHash] = {}
     for segments, namespace in contents:
         tokens = [t for segment in segments for t in segment]
         lengths = [len(segment) for segment in segments]
@@ -146,9 +146,9 @@ def test_fields_cannot_run_into_each_other() -> None:
 def test_keys_go_on_from_known_ones(tokens: list[int], cut: int, first: int) -> None:
     first = min(first, len(tokens))
     layout = BlockLayout([first, len(tokens) - first], 3)
-    whole = block_keys(tokens, layout, "n")
-    known = block_keys(tokens[: max(1, cut)], layout, "n")
-    assert block_keys(tokens, layout, "n", known=known) == whole
+    whole = block_hashes(tokens, layout, "n")
+    known = block_hashes(tokens[: max(1, cut)], layout, "n")
+    assert block_hashes(tokens, layout, "n", known=known) == whole
     assert whole[: len(known)] == known, "they do not depend on what comes after"
 
 
@@ -163,10 +163,10 @@ def allocated(pool: BlockPool, count: int) -> list[int]:
     return blocks
 
 
-def cache(pool: BlockPool, key: BlockKey, retention: Retention = Retention.ANSWER) -> int:
+def cache(pool: BlockPool, key: BlockHash, retention: Retention = Retention.ANSWER) -> int:
     """One block, published and let go."""
     (block,) = allocated(pool, 1)
-    pool.publish(block, key, Keep(retention))
+    pool.publish(block, key, RetentionPolicy(retention))
     pool.release([block])
     return block
 
@@ -186,7 +186,7 @@ def test_allocate_takes_all_or_nothing() -> None:
 def test_an_unpublished_block_is_free_and_a_published_one_cached() -> None:
     pool = BlockPool(4)
     one, other = allocated(pool, 2)
-    pool.publish(one, A, Keep(Retention.ANSWER))
+    pool.publish(one, A, RetentionPolicy(Retention.ANSWER))
     assert pool.find([A]) == [one], "while it is held, too"
     pool.release([one, other])
     stats = pool.statistics()
@@ -255,7 +255,7 @@ def test_the_end_of_a_prefix_goes_before_its_beginning() -> None:
     pool = BlockPool(3)
     blocks = allocated(pool, 3)
     for block, key in zip(blocks, (A, B, C), strict=True):
-        pool.publish(block, key, Keep(Retention.ANSWER))
+        pool.publish(block, key, RetentionPolicy(Retention.ANSWER))
     pool.release(blocks)
     for left in (2, 1, 0):
         allocated(pool, 1)
@@ -275,7 +275,7 @@ def test_a_recycled_block_does_not_inherit_its_retention() -> None:
     block = cache(pool, A, Retention.SYSTEM)
     cache(pool, B, Retention.SYSTEM)
     assert allocated(pool, 1) == [block]
-    pool.publish(block, C, Keep(Retention.ANSWER))
+    pool.publish(block, C, RetentionPolicy(Retention.ANSWER))
     pool.release([block])
     assert allocated(pool, 1) == [block], "an answer now"
     pool.check_integrity([[block]])
@@ -284,8 +284,8 @@ def test_a_recycled_block_does_not_inherit_its_retention() -> None:
 def test_of_two_blocks_with_one_content_the_first_is_found_and_the_other_private() -> None:
     pool = BlockPool(3)
     first, second = allocated(pool, 2)
-    pool.publish(first, A, Keep(Retention.ANSWER))
-    pool.publish(second, A, Keep(Retention.ANSWER))
+    pool.publish(first, A, RetentionPolicy(Retention.ANSWER))
+    pool.publish(second, A, RetentionPolicy(Retention.ANSWER))
     assert pool.find([A]) == [first]
     pool.check_integrity([[first, second]])
     pool.release([second])
@@ -306,13 +306,13 @@ def test_the_higher_retention_of_two_publications_wins(
 ) -> None:
     pool = BlockPool(3)
     found, private, rival = allocated(pool, 3)
-    pool.publish(found, A, Keep(one))
+    pool.publish(found, A, RetentionPolicy(one))
     if not held:
         pool.release([found])
-    pool.publish(private, A, Keep(other))
+    pool.publish(private, A, RetentionPolicy(other))
     pool.check_integrity([[private, rival] + [found] * held])
     pool.release([private] + [found] * held)
-    pool.publish(rival, B, Keep(Retention.DOCUMENT))
+    pool.publish(rival, B, RetentionPolicy(Retention.DOCUMENT))
     pool.release([rival])
     allocated(pool, 1)  # the private one was free
     assert allocated(pool, 1) == [rival]
@@ -333,8 +333,8 @@ def test_a_key_can_be_published_anew_after_its_block_was_evicted() -> None:
 def test_clear_forgets_everything_but_takes_nothing_away() -> None:
     pool = BlockPool(4)
     held, idle = allocated(pool, 2)
-    pool.publish(held, A, Keep(Retention.SYSTEM))
-    pool.publish(idle, B, Keep(Retention.DOCUMENT))
+    pool.publish(held, A, RetentionPolicy(Retention.SYSTEM))
+    pool.publish(idle, B, RetentionPolicy(Retention.DOCUMENT))
     pool.release([idle])
     pool.clear()
     assert pool.find([A]) == pool.find([B]) == []
@@ -350,7 +350,7 @@ def test_clear_forgets_everything_but_takes_nothing_away() -> None:
 def test_without_prefix_caching_nothing_is_found_or_kept() -> None:
     pool = BlockPool(2, enable_prefix_caching=False)
     (block,) = allocated(pool, 1)
-    pool.publish(block, A, Keep(Retention.SYSTEM))
+    pool.publish(block, A, RetentionPolicy(Retention.SYSTEM))
     assert pool.find([A]) == []
     pool.acquire([block])  # sharing among holders works
     pool.release([block])
@@ -423,7 +423,7 @@ def _lose_level(pool: BlockPool) -> None:
 def test_the_integrity_check_notices(corrupt: Callable[[BlockPool], None]) -> None:
     pool = BlockPool(6)
     held = allocated(pool, 1)
-    pool.publish(held[0], A, Keep(Retention.ANSWER))
+    pool.publish(held[0], A, RetentionPolicy(Retention.ANSWER))
     cache(pool, B, Retention.DOCUMENT)
     pool.check_integrity([held])
     corrupt(pool)
@@ -451,10 +451,10 @@ class PoolMachine(RuleBasedStateMachine):
         self.size, self.caching, self.cost_aware = size, caching, cost_aware
         self.pool = BlockPool(size, enable_prefix_caching=caching, cost_aware=cost_aware)
         self.held: list[list[int]] = []
-        self.found: dict[BlockKey, int] = {}
+        self.found: dict[BlockHash, int] = {}
         self.idle: list[int] = []  # longest unused first
-        self.pinned: list[list[BlockKey]] = []
-        self.wanted: list[list[BlockKey]] = []
+        self.pinned: list[list[BlockHash]] = []
+        self.wanted: list[list[BlockHash]] = []
 
     @property
     def references(self) -> list[int]:
@@ -510,7 +510,7 @@ class PoolMachine(RuleBasedStateMachine):
         if not own:
             return
         block, name = data.draw(st.sampled_from(own)), bytes([key]) * 32
-        self.pool.publish(block, name, Keep(retention, seconds), cost)
+        self.pool.publish(block, name, RetentionPolicy(retention, seconds), cost)
         if not self.caching:
             return
         found = self.found.setdefault(name, block)

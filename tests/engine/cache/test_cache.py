@@ -32,7 +32,7 @@ from ragserve.engine import (
 )
 from ragserve.engine.cache.block_pool import BlockPool
 from ragserve.engine.offload.tiers import BlockStore, TierName, Tiers
-from ragserve.engine.scheduling.admission import MAX_OVERTAKEN
+from ragserve.engine.scheduling.admission import MAX_BYPASSES
 from ragserve.engine.scheduling.request import RequestState
 from ragserve.testing import ScriptedModel
 
@@ -251,8 +251,8 @@ def test_nobody_is_overtaken_without_end(warm: list[bool]) -> None:
     started = victim.timeline.first_scheduled
     assert started is not None
     before = [r for r in requests if (r.timeline.first_scheduled or 0) < started]
-    assert len(before) <= MAX_OVERTAKEN + 1
-    assert all(r.overtaken <= MAX_OVERTAKEN for r in requests)
+    assert len(before) <= MAX_BYPASSES + 1
+    assert all(r.bypass_count <= MAX_BYPASSES for r in requests)
 
 
 def test_what_waiting_requests_name_is_spared() -> None:

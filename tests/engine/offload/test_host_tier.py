@@ -304,7 +304,7 @@ def marked(function: Any) -> Any:
     return function
 
 
-def block_keys(count: int) -> list[bytes]:
+def block_hashes(count: int) -> list[bytes]:
     return [number.to_bytes(32, "little") for number in range(count)]
 
 
@@ -330,7 +330,7 @@ def test_blocks_of_a_device_come_back_to_other_blocks(
     monkeypatch.setattr(swap, "_MOST_BLOCKS", per_transfer)
     tier = HostTier(io, 25 * io.block_bytes)
     before = pool.clone()
-    keys = block_keys(20)
+    keys = block_hashes(20)
     saved = torch.randperm(40)[:20].tolist()
     tier.save(keys[:7], saved[:7], io, io.mark())
     tier.save(keys[7:], saved[7:], io, io.mark())
@@ -409,7 +409,7 @@ def test_transfers_wait_for_the_plans_before_them_and_for_no_others(
     is; and what it wrote to blocks before they were loaded does not come out on top."""
     pool, stream, io = device_io
     tier = HostTier(io, 8 * io.block_bytes)
-    keys, blocks, fresh = block_keys(8), list(range(8)), list(range(20, 28))
+    keys, blocks, fresh = block_hashes(8), list(range(8)), list(range(20, 28))
     expected = torch.randn(3, 2, 8, 2, 16, 24, device=DEVICE).half()
     left = torch.randn(4096, 4096, device=DEVICE)
     torch.cuda.synchronize()

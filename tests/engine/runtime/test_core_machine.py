@@ -23,7 +23,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from ragserve.engine import QueueTimeoutError, Request, Retention
 from ragserve.engine.cache import block_pool as block_pool_module
-from ragserve.engine.cache.block_hash import BlockKey
+from ragserve.engine.cache.block_hash import BlockHash
 from ragserve.engine.cache.layout import BlockLayout
 from ragserve.engine.offload import host_tier as host_tier_module
 from ragserve.engine.offload.host_tier import HostTier
@@ -139,7 +139,7 @@ class CoreMachine(RuleBasedStateMachine):
         )
         self.aborted: set[Request] = set()
         self.expired: set[Request] = set()
-        self.pins: list[list[BlockKey]] = []
+        self.pins: list[list[BlockHash]] = []
 
     @property
     def live(self) -> list[Request]:
@@ -381,7 +381,7 @@ class CoreMachine(RuleBasedStateMachine):
                 self.rig.add_choices(segments, kinds=[ANSWER], max_tokens=12)
             self.rig.step()
 
-    def _keys(self) -> list[BlockKey]:
+    def _keys(self) -> list[BlockHash]:
         return [*dict.fromkeys(key for request in self.rig.requests for key in request.keys)]
 
     def teardown(self) -> None:
