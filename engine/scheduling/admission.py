@@ -74,7 +74,7 @@ class Admission:
             return speculative, priority, 0, 0, number
         if request.bypass_count >= MAX_BYPASSES:
             return speculative, priority, 1, 0, number
-        if request.awaits is not None:
+        if request.waits_for is not None:
             return speculative, priority, 3, 0, number  # it is passed over: nothing to look up
         found = self._pool.num_found(request.keys, request.num_shareable)
         return speculative, priority, 2, -request.layout.start(found), number

@@ -61,8 +61,8 @@ class CacheReport:
             length = segment.end - segment.start
             reuse.append(SegmentReuse(segment.kind, length, found, source, miss))
         request.timeline.reuse = tuple(reuse)
-        if counts and request.awaited_from is not None:
-            self.awaited_tokens += max(0, cached - request.awaited_from)
+        if counts and request.waited_from is not None:
+            self.awaited_tokens += max(0, cached - request.waited_from)
         # What is only speculated on may not come to be computed.
         if may_share and not request.speculative:
             self._history.note((s.digest for s in request.segments), request.namespace)

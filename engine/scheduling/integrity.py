@@ -1,4 +1,4 @@
-"""Whether the scheduler's queues, seats and promises agree. For tests: it looks at everything."""
+"""Whether queues, slots and in-flight prefixes agree. For tests: it looks at everything."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_scheduler(scheduler: Scheduler) -> None:
     )
     for request in live:
         _check_request(request, live)
-    scheduler.check_promises()
+    scheduler.check_integrity()
 
 
 def _check_request(request: Request, live: list[Request]) -> None:
@@ -58,12 +58,12 @@ def _check_request(request: Request, live: list[Request]) -> None:
             f"{request!r} runs without blocks for its prompt",
         )
         _check(
-            request.leader is None and request.awaits is None and not request.protected,
+            request.leader is None and request.waits_for is None and not request.protected,
             f"{request!r} runs, and waits",
         )  # fmt: skip
         return
     _check(request.loading is None, f"{request!r} waits, and is loading")
-    _check(request.promised_to == 0, f"{request!r} waits, and has promised blocks")
+    _check(request.owns_until == 0, f"{request!r} waits, and owns blocks")
     if request.leader is not None:
         _check(request.leader in live, f"{request!r} waits for a leader that has ended")
         _check(not request.blocks, f"{request!r} holds its prompt, and waits for it")

@@ -92,8 +92,6 @@ class Request:
     """
 
     __slots__ = (
-        "awaited_from",
-        "awaits",
         "bad_word_ids",
         "blocks",
         "bypass_count",
@@ -116,12 +114,12 @@ class Request:
         "num_published",
         "number",
         "output_token_ids",
+        "owns_until",
         "params",
         "paused",
         "persist",
         "prefill_only",
         "priority",
-        "promised_to",
         "prompt_logprobs",
         "prompt_token_ids",
         "protected",
@@ -138,6 +136,8 @@ class Request:
         "stop_token_ids",
         "text",
         "timeline",
+        "waited_from",
+        "waits_for",
     )
 
     def __init__(
@@ -214,15 +214,15 @@ class Request:
         """Blocks that others may find."""
         self.next_published = 0
         """Tokens with which one more is complete."""
-        self.promised_to = 0
-        """Blocks from `num_published` to this are promised to others."""
+        self.owns_until = 0
+        """It owns its blocks from `num_published` to this (see `InflightPrefixes`)."""
         self.protected: Sequence[BlockHash] = ()
         """Keys of blocks that are spared while it waits for them."""
         self.bypass_count = 0
         """How often one that came later was started before it."""
-        self.awaits: tuple[Request, int] | None = None
-        """Who computes blocks that it waits for, and the index of the last of them."""
-        self.awaited_from: int | None = None
+        self.waits_for: tuple[Request, int] | None = None
+        """The owner of the blocks that it waits for, and the index of the last of them."""
+        self.waited_from: int | None = None
         """Tokens that were cached when it began to wait for others to compute more."""
         self.loading: Transfer | None = None
         """Its blocks that are on their way from another tier; until they are there it rests."""

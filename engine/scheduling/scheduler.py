@@ -36,6 +36,7 @@ from ..offload.tiers import Tiers
 from ..outputs import FinishReason, ReuseSource
 from .admission import Admission
 from .cache_report import CacheReport
+from .inflight_prefix import InflightPrefixes
 from .plan import ScheduledChunk, StepPlan, StepResult
 from .request import Request, RequestState
 from .timeline import Chunk
@@ -85,8 +86,7 @@ class Scheduler:
         self._shares = config.enable_prefix_caching and config.cache_policy == "cost_aware"
         self._admission = Admission(pool, by_hits=self._shares)
         self._spill = None if tiers is None else OffloadPolicy(pool, tiers)
-        self._promised: dict[BlockHash, Request] = {}
-        """Blocks that requests which run will compute, and who does."""
+        self._inflight = InflightPrefixes()
         self.waiting: list[Request] = []
         """Sorted by (priority, arrival)."""
         self.running: list[Request] = []
@@ -139,7 +139,7 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.finish_reason = reason
         request.timeline.finished = request.stamp()
-        request.loading = request.awaits = None
+        request.loading = request.waits_for = None
         if request.prefill_only and request.persist and reason == "length" and self._spill:
             self._spill.persist(request.blocks)
         self._release(request)
@@ -267,7 +267,7 @@ class Scheduler:
         self.reuse.forget()
         for request in self.waiting:
             self._admission.forget(request)
-            request.awaits = None
+            request.waits_for = None
         if self._spill is not None:
             self._spill.forget()
 
@@ -302,16 +302,12 @@ class Scheduler:
         unsaved = () if self._spill is None else self._spill.unsaved
         return itertools.chain(unsaved, *(request.protected for request in self.waiting))
 
-    def check_promises(self) -> None:
-        """Check that who has promised blocks runs, and that nothing is left to hand over.
+    def check_integrity(self) -> None:
+        """Check in-flight prefixes and transfers, and that nothing is left to hand over.
 
-        :raises RuntimeError: if not.
+        :raises RuntimeError: naming the first thing that does not add up.
         """
-        for key, owner in self._promised.items():
-            if owner.state is not RequestState.RUNNING:
-                raise RuntimeError(f"blocks are promised by {owner!r}, which does not run")
-            if key not in owner.keys[owner.num_published : owner.promised_to]:
-                raise RuntimeError(f"{owner!r} has published what it still promises")
+        self._inflight.check_integrity()
         if self._complete or self._broken:
             raise RuntimeError("requests that are to be ended were not taken")
         if self._spill is not None:
@@ -370,7 +366,7 @@ class Scheduler:
         if complete <= request.num_published:
             return
         request.extend_keys()
-        self._withdraw(request, complete)
+        self._inflight.disown(request, complete)
         for index in range(request.num_published, complete):
             self._pool.publish(
                 request.blocks[index],
@@ -392,8 +388,7 @@ class Scheduler:
         request.next_published = request.layout.start(count + 1)
 
     def _release(self, request: Request) -> None:
-        self._withdraw(request, request.promised_to)
-        request.promised_to = 0
+        self._inflight.disown(request)
         self._pool.release(request.blocks)
         request.blocks = []
         request.capacity = 0
@@ -538,10 +533,10 @@ class Scheduler:
                 break
             if request.paused or request.leader is not None:
                 continue
-            if request.awaits is not None:
-                if _is_computed_by(*request.awaits):
+            if request.waits_for is not None:
+                if self._inflight.is_coming(*request.waits_for):
                     continue
-                request.awaits = None
+                request.waits_for = None
             if request.num_in_flight:
                 break  # preempted just now: it must know its tokens first, and keeps its turn
             if request.speculative and (prompts or any(not r.paused for r in self.running)):
@@ -553,7 +548,7 @@ class Scheduler:
                 if lookups == _LONG_LOOKUPS:
                     continue
                 lookups += 1
-            if self._promised and self._waits_for_another(request):
+            if self._inflight and self._waits_for_another(request):
                 num_awaiting += 1
                 if num_awaiting == _MAX_AWAITING:
                     break
@@ -584,7 +579,9 @@ class Scheduler:
             request.num_computed = request.layout.start(found)
             request.num_known = request.num_tokens
             self._note_published(request, found)
-            self._promise(request)
+            # What it computes again after a preemption has no waiters: it may be paused then.
+            if self._shares and not request.speculative and not request.output_token_ids:
+                self._inflight.own(request)
             if request.retains:
                 self._retain(request, found)
             if not request.speculative:
@@ -624,38 +621,17 @@ class Scheduler:
         found = len(request.blocks) or self._pool.num_found(keys, end)
         if found >= end:
             return False
-        owner = self._promised.get(keys[found])
-        if owner is None or owner.paused:
+        waits_for = self._inflight.owner(request, found, end)
+        if waits_for is None:
             return False
-        promised = self._promised
-        after = bisect.bisect_left(
-            keys, True, found + 1, end, key=lambda key: promised.get(key) is not owner
-        )
-        request.awaits = owner, after - 1
-        if request.awaited_from is None:
-            request.awaited_from = request.layout.start(found)
-        # Who waits lends its place to whom it waits for.
+        request.waits_for = waits_for
+        if request.waited_from is None:
+            request.waited_from = request.layout.start(found)
+        # A waiter lends its place to the owner.
+        owner = waits_for[0]
         lent = (*request.sort_key[:3], -1 - owner.number)
         owner.sort_key = min(owner.sort_key, lent)
         return True
-
-    def _promise(self, request: Request) -> None:
-        """Others need not compute what it computes now.
-
-        Not what it computes again after a preemption: it may be paused then. Nor on speculation.
-        """
-        if not self._shares or request.speculative or request.output_token_ids:
-            return
-        end = request.layout.num_complete(request.num_prompt_tokens)
-        for key in request.keys[request.num_published : end]:
-            self._promised.setdefault(key, request)
-        request.promised_to = end
-
-    def _withdraw(self, request: Request, end: int) -> None:
-        """Blocks up to `end` are there now, or will not be."""
-        for key in request.keys[request.num_published : min(end, request.promised_to)]:
-            if self._promised.get(key) is request:
-                del self._promised[key]
 
     def _retain(self, request: Request, num_shared: int) -> None:
         """What it has found is kept as long as it says."""
@@ -768,11 +744,6 @@ class Scheduler:
         for request in followers:
             request.leader = None if request is followers[0] else followers[0]
         return followers[0] if followers else None
-
-
-def _is_computed_by(owner: Request, index: int) -> bool:
-    """Whether that one runs, and will compute its block at `index`, which others wait for."""
-    return owner.num_published <= index < owner.promised_to and not owner.paused
 
 
 def _rank_of_victim(request: Request) -> tuple[int, ...]:

@@ -602,7 +602,7 @@ def test_whatever_moves_the_answers_are_those_without_a_cache(data: st.DataObjec
     rig.settle()
     rig.core.check_integrity()
     assert rig.pool.num_available == rig.pool.num_blocks
-    assert not rig.core.scheduler._promised
+    assert not rig.core.scheduler._inflight
     rig.close()
 
 

@@ -419,7 +419,7 @@ class CoreMachine(RuleBasedStateMachine):
             rig.move()
             rig.scheduler.schedule()
         rig.check()
-        assert not rig.scheduler._promised
+        assert not rig.scheduler._inflight
         assert rig.pool.num_pinned == 0
         assert not [*rig.scheduler.wanted]
         assert rig.pool.allocate(rig.num_blocks) is not None
