@@ -14,9 +14,11 @@ PYTEST := $(PY) -m pytest -n auto --dist worksteal
 WEB_ARGS ?=
 MINUTES ?= 10
 FUZZ_ARGS ?=
+# What the API reference shows: the public modules.
+API := ragserve ragserve.documents ragserve.retrieval ragserve.prompting ragserve.pipeline ragserve.observability ragserve.web ragserve.testing ragserve.bench
 
 .DEFAULT_GOAL := help
-.PHONY: help demo web test lint format typecheck wheel fuzz sanitize soak-core venv clean
+.PHONY: help demo web test lint format typecheck wheel docs fuzz sanitize soak-core venv clean
 
 help:
 	@echo "make demo     answer questions about Python from its own documentation"
@@ -27,6 +29,7 @@ help:
 	@echo "make fuzz     inputs that nobody meant, for MINUTES=10 (FUZZ_ARGS=...)"
 	@echo "make soak-core the state machine over the core, for MINUTES=30"
 	@echo "make sanitize the C kernels under gcc's sanitizers"
+	@echo "make docs     the API reference, from the docstrings, in build/api"
 	@echo "make venv     set up .venv (PYTHON=python3.12 chooses the interpreter)"
 	@echo "make clean    remove what was built, but not .venv"
 
@@ -74,6 +77,9 @@ soak-core: $(INSTALLED)
 
 sanitize: $(INSTALLED)
 	$(PY) fuzz/sanitize.py
+
+docs: $(INSTALLED)
+	$(PY) -m pdoc --docformat restructuredtext --output-directory build/api $(API)
 
 venv: $(INSTALLED)
 
