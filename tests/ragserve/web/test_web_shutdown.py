@@ -311,9 +311,10 @@ def end_a_server(name: str, folder: Path) -> None:
             raw_request(server.port, "/answer?tokens=20") as brief,
         ):
             read_until(endless, b"event: delta")
-            read_until(brief, b"event: delta")
+            begun = read_until(brief, b"event: delta")
             server.signal(signal.SIGTERM)
-            assert b"event: done" in read_until(brief, None)
+            # On a busy machine all of it may have come with the first delta.
+            assert b"event: done" in begun + read_until(brief, None)
             last = read_until(endless, None)
         code, output = server.wait()
     assert b"event: done" not in last, name
@@ -366,11 +367,11 @@ def test_ending_by_hand_from_a_thread_that_has_no_signals(kind: str) -> None:
         httpx.Client(base_url=server.url, trust_env=False, timeout=PATIENCE) as client,
         raw_request(server.port, "/answer?tokens=300") as open_one,
     ):
-        read_until(open_one, b"event: delta")
+        begun = read_until(open_one, b"event: delta")
         assert client.post("/stop").text == "draining"
         refused = client.get("/answer?tokens=5")
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "EngineClosedError"
-        assert b"event: done" in read_until(open_one, None)
+        assert b"event: done" in begun + read_until(open_one, None)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
