@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, cast
 
 from .errors import InvalidParamsError
-from .prompt import Prompt, Segment, TokenizedPrompt
+from .prompt import Prompt, Segment, TokenizedPrompt, check_text
 
 if TYPE_CHECKING:
     from .sampling_params import SamplingParams
 
-__all__ = ["RequestLimits", "check_unicode"]
+__all__ = ["RequestLimits"]
 
 
 def _limit(most: int, unit: str, parameter: str) -> int:
@@ -96,7 +96,7 @@ class RequestLimits:
         if not isinstance(value, str):
             raise InvalidParamsError(parameter, value, "a string")
         self.check_count(parameter, value, "max_name_characters")
-        check_unicode(parameter, value)
+        check_text(parameter, value)
 
     def check_prompt(self, prompt: object) -> int:
         """Check how much a prompt holds. What is no prompt at all is not looked at.
@@ -206,16 +206,3 @@ class RequestLimits:
             value = getattr(params, name)
             if value is not None:
                 self.check_count(name, value, f"max_{name}")
-
-
-def check_unicode(parameter: str, value: str) -> None:
-    """Check that a string is text that can be written down, as UTF-8 say.
-
-    :raises InvalidParamsError: if it holds a lone surrogate.
-    """
-    if value.isascii():
-        return
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise InvalidParamsError(parameter, value, "a string without lone surrogates") from error

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from typing import Any, Final, cast
 
 from .errors import InvalidParamsError
-from .limits import check_unicode
+from .prompt import check_text
 
 __all__ = ["MAX_LOGPROBS", "SamplingParams"]
 
@@ -229,7 +229,7 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     for item in _sequence(name, value, "strings", _MAX_STRINGS):
         if not isinstance(item, str) or not item:
             raise InvalidParamsError(name, item, "strings of at least one character")
-        check_unicode(name, item)
+        check_text(name, item)
         strings.append(item)
     return tuple(strings)
 
