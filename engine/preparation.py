@@ -211,6 +211,9 @@ class Preparation:
         requests: list[Request] = []
         for index in range(params.n):
             encoding.check()
+            # Each choice copies the prompt's block hashes with the interpreter held: without this
+            # the engine's thread waits for it up to 5 ms at a time, the switch interval.
+            time.sleep(0)
             request = Request(
                 request_id,
                 prompt,
